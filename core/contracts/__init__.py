@@ -1,0 +1,1 @@
+"""What plugins implement and exchange; third parties read this folder and nothing else."""

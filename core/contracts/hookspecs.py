@@ -1,0 +1,63 @@
+"""Every pluggy hook, in the order of a process's life. An implementation may take any subset of the arguments.
+
+Transports, engines and launchers are not hooks: they are classes that entry points name (`interfaces.py`). Hooks are for
+what cuts across them. Plugins load when `[plugins] enable` names them, in the frontend process. None of these hooks is
+called per token: per-request ones return a callable, and observers see whole batches.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import pluggy
+
+from tllm_core.contracts.messages import EngineInfo, GenerationRequest, StepBatch
+
+if TYPE_CHECKING:
+    from tllm_core.executor import GenerationExecutor
+
+PROJECT = "tllm_core"
+hookspec = pluggy.HookspecMarker(PROJECT)
+hookimpl = pluggy.HookimplMarker(PROJECT)
+
+
+@hookspec
+def tllm_add_commands(commands: argparse._SubParsersAction[Any]) -> None:
+    """Add verbs to `tllm`. Set `run=callable(arguments) -> int` as a default of each sub-parser."""
+
+
+@hookspec
+def tllm_executor_started(executor: GenerationExecutor) -> None:
+    """The engine is ready and the executor takes requests."""
+
+
+@hookspec(firstresult=True)
+def tllm_admit(request: GenerationRequest, in_flight: int) -> str | None:
+    """Return a reason to refuse the request with Overloaded, or None. Stops at the first reason."""
+
+
+@hookspec(firstresult=True)
+def tllm_filter_request(request: GenerationRequest, info: EngineInfo) -> GenerationRequest | None:
+    """Return a request to use instead, or None. Stops at the first replacement. Raise RequestError to refuse it."""
+
+
+@hookspec
+def tllm_filter_result(request: GenerationRequest) -> Callable[[Any], None] | None:
+    """Return a callable that is given the GenerationResult after each update, before its consumer sees it; or None."""
+
+
+@hookspec
+def tllm_batch_delivered(batch: StepBatch, delivered_at: float) -> None:
+    """A step's rows are in their mailboxes. `delivered_at`: monotonic seconds. Observers that raise are detached once."""
+
+
+@hookspec
+def tllm_request_settled(client_id: int, outcome: str) -> None:
+    """A request reached its one terminal outcome: a finish reason or an error's class name."""
+
+
+@hookspec
+def tllm_executor_stopped(executor: GenerationExecutor) -> None:
+    """The executor was shut down; nothing is pending."""

@@ -1,0 +1,1 @@
+"""Who waits for what."""

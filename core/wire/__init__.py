@@ -1,0 +1,1 @@
+"""How messages cross a process boundary."""

@@ -1,0 +1,1 @@
+"""What cuts across: benchmarks and, later, metrics, tracing and the server."""
