@@ -1,0 +1,128 @@
+"""Finds, loads and checks plugins by entry-point name or "module:Object"; one bad plugin is named and harms no other.
+
+Nothing is imported before it is asked for. What was asked for is also registered with pluggy, so that a transport, an
+engine or a launcher may implement hooks too.
+"""
+
+import functools
+import os
+import threading
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, TypeAlias
+
+from msgspec import Struct
+
+from tllm_core.contracts.interfaces import EngineSpec, Launcher, Transport
+from tllm_core.errors import PluginError
+from tllm_core.registry.entries import KINDS, Entry, Kind, canonical, installed_entries
+from tllm_core.registry.loading import Broken, MissingExtra, load_entry, load_object, load_reference, new_manager
+from tllm_core.registry.words import suggestion, two_of_one_name, unknown_name
+
+__all__ = ["DISABLE", "KINDS", "Found", "Kind", "Registry", "Status", "load_object", "suggestion"]
+
+DISABLE = "TLLM_DISABLE_PLUGINS"
+"""Names of distributions or entry points, comma separated, that are treated as if they were not installed."""
+
+Status: TypeAlias = Literal["ok", "missing extra", "broken", "disabled"]
+
+
+class Found(Struct, frozen=True):
+    """What `tllm plugins` prints of one entry point; `detail` says why, and what to do, where `status` is not ok."""
+
+    name: str
+    kind: Kind
+    distribution: str
+    version: str
+    status: Status
+    detail: str = ""
+
+
+class Registry:
+    """Looks plugins up. Every method may be called from any thread and raises PluginError for whatever goes wrong.
+
+    path: where distributions are looked for, None = `sys.path`. environ: None = `os.environ`.
+    """
+
+    def __init__(self, *, path: Sequence[str] | None = None, environ: Mapping[str, str] | None = None) -> None:
+        self.manager = new_manager()
+        self._path = path
+        self._blocked = _names((os.environ if environ is None else environ).get(DISABLE, ""))
+        self._loaded: dict[tuple[Kind, str], Any] = {}
+        self._lock = threading.RLock()
+
+    @property
+    def hooks(self) -> Any:
+        """pluggy's relay: `registry.hooks.tllm_admit(...)` calls every plugin that was asked for."""
+        return self.manager.hook
+
+    def transport(self, name: str) -> type[Transport]:
+        """The Transport subclass of that name."""
+        return self._get("transport", name)  # type: ignore[no-any-return]
+
+    def engine(self, name: str) -> EngineSpec:
+        """The EngineSpec of that name; the engine itself is not imported."""
+        return self._get("engine", name)  # type: ignore[no-any-return]
+
+    def launcher(self, name: str) -> type[Launcher]:
+        """The Launcher subclass of that name."""
+        return self._get("launcher", name)  # type: ignore[no-any-return]
+
+    def plugin(self, name: str) -> object:
+        """The cross-cutting plugin of that name: from now on its hooks are called."""
+        return self._get("plugin", name)
+
+    def names(self, kind: Kind) -> list[str]:
+        """The entry-point names of that kind, sorted; imports nothing."""
+        return sorted({entry.name for entry in self._entries if entry.kind == kind and not self._is_blocked(entry)})
+
+    def found(self) -> list[Found]:
+        """Every entry point with its state. Imports each of them, and activates none."""
+        order = sorted(self._entries, key=lambda entry: (KINDS.index(entry.kind), entry.name, entry.distribution))
+        return [self._probe(entry) for entry in order]
+
+    def _get(self, kind: Kind, name: str) -> Any:
+        with self._lock:
+            if (kind, name) not in self._loaded:
+                found = load_reference(kind, name) if ":" in name else load_entry(self._choose(kind, name))
+                if not self.manager.is_registered(found):
+                    self.manager.register(found, name=f"{kind} {name}")
+                self._loaded[kind, name] = found
+            return self._loaded[kind, name]
+
+    @functools.cached_property
+    def _entries(self) -> tuple[Entry, ...]:
+        return tuple(installed_entries(self._path))
+
+    def _is_blocked(self, entry: Entry) -> bool:
+        return bool({entry.name, canonical(entry.distribution)} & self._blocked)
+
+    def _choose(self, kind: Kind, name: str) -> Entry:
+        named = [entry for entry in self._entries if (entry.kind, entry.name) == (kind, name)]
+        allowed = [entry for entry in named if not self._is_blocked(entry)]
+        if not named:
+            raise PluginError(unknown_name(kind, name, self.names(kind)))
+        if not allowed:
+            raise PluginError(f"{named[0]} is disabled by ${DISABLE}")
+        if len(allowed) > 1:
+            raise Broken(f"{kind} {name!r}", f"{two_of_one_name(allowed)}, or set {DISABLE}={allowed[-1].distribution}")
+        return allowed[0]
+
+    def _probe(self, entry: Entry) -> Found:
+        status, detail = self._state(entry)
+        return Found(entry.name, entry.kind, entry.distribution, entry.version, status, detail)
+
+    def _state(self, entry: Entry) -> tuple[Status, str]:
+        if self._is_blocked(entry):
+            return "disabled", f"by ${DISABLE}"
+        try:
+            load_entry(self._choose(entry.kind, entry.name))
+        except MissingExtra as error:
+            return "missing extra", error.why
+        except Broken as error:
+            return "broken", error.why
+        return "ok", ""
+
+
+def _names(text: str) -> frozenset[str]:
+    words = {word.strip() for word in text.split(",")} - {""}
+    return frozenset(words | {canonical(word) for word in words})

@@ -1,0 +1,148 @@
+"""Imports what an entry point or a "module:Object" names, and checks that it is what its kind must be."""
+
+import importlib
+import inspect
+import re
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any, NoReturn
+
+import pluggy
+from msgspec import Struct
+
+from tllm_core.contracts import hookspecs
+from tllm_core.contracts.interfaces import Capability, EngineSpec, Launcher, Transport
+from tllm_core.errors import PluginError
+from tllm_core.registry.entries import Entry, Kind, owner_of, top_level
+from tllm_core.registry.words import remedy, suggestion
+
+
+class Broken(PluginError):
+    """The plugin `who` can't be used; `why` is the part of the message that says so."""
+
+    verb = "is broken"
+
+    def __init__(self, who: str, why: str) -> None:
+        super().__init__(f"{who} {self.verb}: {why}")
+        self.why = why
+
+
+class MissingExtra(Broken):
+    """A third-party module that the plugin needs is not installed."""
+
+    verb = "is not fully installed"
+
+
+def load_object(reference: str) -> Any:
+    """The object that "module:Object" (or "module:Object.attribute", or "module") names.
+
+    Raises PluginError where there is none. Where a third-party module is missing it says which extra has it.
+    """
+    try:
+        return _resolve(reference)
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # SystemExit too: what is loaded must not end its host
+        owner = owner_of(reference)
+        _explain(f"{reference!r} of {owner.origin}" if owner else repr(reference), reference, owner, error)
+
+
+def load_entry(entry: Entry) -> Any:
+    """The checked object of an entry point; PluginError names the distribution, the entry point and the cause."""
+    try:
+        found = _resolve(entry.value)
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # SystemExit too: a plugin must not end its host
+        _explain(str(entry), entry.value, entry, error)
+    return _checked(entry.kind, found, str(entry))
+
+
+def load_reference(kind: Kind, reference: str) -> Any:
+    """The checked object of a "module:Object" that stands where a name could."""
+    return _checked(kind, load_object(reference), f"{kind} {reference!r}")
+
+
+def new_manager() -> pluggy.PluginManager:
+    """A plugin manager that knows our hooks and has no plugins."""
+    manager = pluggy.PluginManager(hookspecs.PROJECT)
+    manager.add_hookspecs(hookspecs)
+    return manager
+
+
+def _resolve(reference: str) -> Any:
+    module, _, attributes = reference.partition(":")
+    found: Any = importlib.import_module(module)
+    for attribute in filter(None, attributes.split(".")):
+        found = getattr(found, attribute)
+    return found
+
+
+def _explain(who: str, reference: str, owner: Entry | None, error: BaseException) -> NoReturn:
+    missing = error.name if isinstance(error, ModuleNotFoundError) else None
+    if missing and top_level(missing) not in {top_level(reference), "tllm_core", *sys.stdlib_module_names}:
+        raise MissingExtra(who, f"it needs the module {missing!r}: {remedy(top_level(missing), owner)}") from error
+    if missing and top_level(missing) not in sys.stdlib_module_names:
+        stale = f"there is no module {missing!r}; where an installation is stale or incomplete, install it anew"
+        raise Broken(who, stale) from error
+    raise Broken(who, f"{type(error).__name__}: {error}".removesuffix(": ")) from error
+
+
+def _checked(kind: Kind, found: Any, who: str) -> Any:
+    complaint = _CHECKS[kind](found) or _hook_complaint(found)
+    if complaint:
+        raise Broken(who, complaint)
+    return found
+
+
+def _class_complaint(found: Any, parent: type, attributes: Mapping[str, type]) -> str | None:
+    if not isinstance(found, type) or not issubclass(found, parent):
+        return f"it must be a subclass of {parent.__name__}, not {found!r}"
+    if inspect.isabstract(found):
+        return f"{found.__qualname__} does not implement {', '.join(sorted(getattr(found, '__abstractmethods__', ())))}"
+    wrong = (name for name, expected in attributes.items() if not _fits(getattr(found, name, None), expected))
+    name = next(wrong, None)
+    if name is None:
+        return None
+    what = "msgspec Struct class" if attributes[name] is Struct else attributes[name].__name__
+    return f"{found.__qualname__}.{name} must be a {what}, not {getattr(found, name, None)!r}"
+
+
+def _fits(value: object, expected: type) -> bool:
+    if expected is Struct:
+        return isinstance(value, type) and issubclass(value, Struct)
+    return isinstance(value, expected)
+
+
+def _transport_complaint(found: Any) -> str | None:
+    return _class_complaint(found, Transport, {"name": str, "settings_type": Struct, "capabilities": Capability})
+
+
+def _engine_complaint(found: Any) -> str | None:
+    return None if isinstance(found, EngineSpec) else f"it must be an EngineSpec, not {found!r}"
+
+
+def _launcher_complaint(found: Any) -> str | None:
+    return _class_complaint(found, Launcher, {"name": str, "settings_type": Struct, "needs": Capability})
+
+
+_CHECKS: dict[Kind, Callable[[Any], str | None]] = {
+    "transport": _transport_complaint,
+    "engine": _engine_complaint,
+    "launcher": _launcher_complaint,
+    "plugin": lambda found: None,
+}
+
+
+def _hook_complaint(found: Any) -> str | None:
+    # On a manager of its own, so that a plugin with a bad hook never reaches the one that is in use.
+    trial = new_manager()
+    try:
+        trial.register(found, name="plugin")
+        trial.check_pending()
+    except pluggy.PluginValidationError as error:
+        text = " ".join(str(error).split())
+        unknown = re.search(r"unknown hook '(\w+)'", text)
+        hooks = [name for name in vars(hookspecs) if name.startswith("tllm_")]
+        return f"unknown hook {unknown[1]!r}{suggestion(unknown[1], hooks)}" if unknown else text
+    return None
