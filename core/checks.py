@@ -1,0 +1,88 @@
+"""What a request must be, checked on the caller's side against what the engine said of itself."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from tllm_core.contracts.messages import EngineInfo, GenerationRequest, SamplingParams, TokenIds
+from tllm_core.errors import RequestError
+
+ALWAYS = frozenset({"max_tokens", "skip_special_tokens"})
+"""Fields that every engine honours, or that are the frontend's own."""
+HINTS = frozenset({"prompt_token_ids", "sampling", "streaming", "timeout_s", "priority", "trace_context"})
+"""Request fields that never refuse: the boundary's own, and hints."""
+
+
+def _optional_fields(struct: type[msgspec.Struct], free: frozenset[str]) -> tuple[tuple[str, Any], ...]:
+    return tuple((field.name, field.default) for field in msgspec.structs.fields(struct) if field.name not in free)
+
+
+_SAMPLING_FIELDS = _optional_fields(SamplingParams, ALWAYS)
+_REQUEST_FIELDS = _optional_fields(GenerationRequest, HINTS)
+
+
+def default_sampling(info: EngineInfo, sampling: SamplingParams | Mapping[str, Any] | None) -> SamplingParams:
+    """`sampling`, or the engine's own defaults where a caller gave none."""
+    if isinstance(sampling, SamplingParams):
+        return sampling
+    fields = info.sampling_defaults if sampling is None else sampling
+    if not isinstance(fields, Mapping):
+        raise RequestError(
+            f"sampling_params must be SamplingParams, not {type(sampling).__name__}", field="sampling_params"
+        )
+    unknown = set(fields) - set(SamplingParams.__struct_fields__)
+    if unknown:
+        name = sorted(unknown)[0]
+        raise RequestError(f"{name} is no sampling parameter", field=name)
+    return SamplingParams(**fields)
+
+
+def check_request(request: GenerationRequest, info: EngineInfo) -> None:
+    """Raises RequestError, which names the field, for whatever the engine could not serve."""
+    request.sampling.check()
+    _check_supported(request, info)
+    _check_prompt(request.prompt_token_ids, info)
+    _check_length(len(request.prompt_token_ids), request.sampling.max_tokens, info)
+    timeout_s = request.timeout_s
+    if timeout_s is not None and (type(timeout_s) not in (int, float) or not 0 < timeout_s < math.inf):
+        raise RequestError(f"timeout_s must be a positive number of seconds, not {timeout_s!r}", field="timeout_s")
+    if type(request.priority) is not int:
+        raise RequestError(f"priority must be an integer, not {request.priority!r}", field="priority")
+
+
+def _check_supported(request: GenerationRequest, info: EngineInfo) -> None:
+    for struct, fields in ((request.sampling, _SAMPLING_FIELDS), (request, _REQUEST_FIELDS)):
+        for name, default in fields:
+            if getattr(struct, name) != default and name not in info.supports:
+                hint = "; use LLM, which finds stop strings in the text" if name == "stop" else ""
+                raise RequestError(f"the engine of {info.model!r} does not support {name}{hint}", field=name)
+
+
+def _check_prompt(prompt: TokenIds, info: EngineInfo) -> None:
+    if not len(prompt):
+        raise RequestError("prompt_token_ids is empty; at least one token is needed", field="prompt_token_ids")
+    if info.vocab_size is not None and (largest := max(prompt.view)) >= info.vocab_size:
+        raise RequestError(
+            f"prompt_token_ids has the token id {largest}, and the vocabulary ends at {info.vocab_size - 1}",
+            field="prompt_token_ids",
+        )
+
+
+def _check_length(prompt: int, max_tokens: int | None, info: EngineInfo) -> None:
+    limit = info.max_seq_len
+    if limit is None:
+        return
+    if prompt >= limit:
+        raise RequestError(
+            f"the prompt has {prompt} tokens and the limit is {limit} for prompt and new tokens together",
+            field="prompt_token_ids",
+        )
+    if max_tokens is not None and prompt + max_tokens > limit:
+        raise RequestError(
+            f"the prompt's {prompt} tokens and max_tokens {max_tokens} are {prompt + max_tokens} together; the limit is {limit}",
+            field="max_tokens",
+        )

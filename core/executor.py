@@ -1,0 +1,372 @@
+"""GenerationExecutor: requests in, token streams out, and nobody waits for an engine that is gone."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import weakref
+from collections.abc import Mapping, Sequence
+from types import TracebackType
+from typing import Any, Literal, Self
+
+import msgspec
+from msgspec import Struct
+
+from tllm_core.checks import check_request, default_sampling
+from tllm_core.config import Settings, load_settings
+from tllm_core.contracts.messages import (
+    EngineInfo,
+    GenerationRequest,
+    IterationStats,
+    Plain,
+    SamplingParams,
+    TokenIds,
+)
+from tllm_core.errors import ConfigError, ControlError, ExecutorClosedError, Overloaded
+from tllm_core.frontend import Frontend
+from tllm_core.ledger.ledger import Call
+from tllm_core.ledger.result import GenerationResult
+from tllm_core.ledger.waiting import Deadline, ThreadWaiter, async_waiter
+from tllm_core.plan import OnPhase, Plan, wait_ready
+from tllm_core.wire.link import FrontendLink
+from tllm_core.wire.liveness import Liveness
+
+Prompt = TokenIds | Sequence[int]
+
+SHUTDOWN_S = 180.0
+OPEN_S = 30.0
+"""How long an engine that said Ready may take to answer Hello."""
+
+
+class RankHealth(Struct, frozen=True):
+    rank: int
+    pid: int
+    state: str
+
+
+class Health(Struct, frozen=True):
+    """state: "ready", "dead" or "closed". cause: why, if not ready. last_result_age_s: since the last step batch."""
+
+    state: Literal["ready", "dead", "closed"]
+    cause: str | None
+    in_flight: int
+    last_result_age_s: float | None
+    ranks: tuple[RankHealth, ...]
+    counters: dict[str, int]
+
+    @property
+    def ok(self) -> bool:
+        return self.state == "ready"
+
+
+class GenerationExecutor:
+    """The front door of one engine generation. Make it with `create`; use it from any threads and event loops at once."""
+
+    def __init__(self, frontend: Frontend, info: EngineInfo, settings: Settings, plan: Plan) -> None:
+        self._frontend = frontend
+        self._settings = settings
+        self._plan = plan
+        self._pid = frontend.pid
+        self.info = info
+        frontend.start()
+        _LIVE.add(frontend)
+        self._finalizer = weakref.finalize(self, _close_from_finalizer, frontend, self._pid)
+        self._finalizer.atexit = False  # at exit, `_close_all` does it, and waits
+
+    # ------------------------------------------------------------------------------------------------------ create
+
+    @classmethod
+    def create(
+        cls,
+        config: str | os.PathLike[str] | Settings | None = None,
+        *,
+        engine: str | None = None,
+        engine_options: Mapping[str, Any] | None = None,
+        transport: str | None = None,
+        transport_options: Mapping[str, Any] | None = None,
+        launcher: str | None = None,
+        launcher_options: Mapping[str, Any] | None = None,
+        on_phase: OnPhase | None = None,
+    ) -> Self:
+        """Starts an engine world and returns once it is ready.
+
+        `config` is a TOML file's path or Settings; keywords go before it. `on_phase` hears what start-up is doing.
+        Raises ConfigError for a wrong choice or option, EngineStartError with the child's own error if it does not get ready.
+        """
+        choices = {
+            "engine": (engine, engine_options),
+            "transport": (transport, transport_options),
+            "launcher": (launcher, launcher_options),
+        }
+        settings = config if isinstance(config, Settings) else load_settings(config, overrides=_overrides(choices))
+        plan = Plan.of(settings)
+        return cls._start(plan, settings, on_phase)
+
+    @classmethod
+    def _start(cls, plan: Plan, settings: Settings, on_phase: OnPhase | None) -> Self:
+        spec = plan.world_spec(settings)
+        world = plan.launcher.launch(spec)
+        link: FrontendLink | None = None
+        try:
+            start = wait_ready(world, on_phase)
+            link = plan.connect(start.address, spec, settings)
+            welcome = link.open(OPEN_S)
+            liveness = Liveness(settings.liveness) if start.beats else None
+            frontend = Frontend(
+                link, welcome.frontend_id, world, liveness=liveness, mailbox_bytes=settings.ledger.mailbox_bytes
+            )
+            frontend.ranks = start.ranks
+        except BaseException:
+            world.kill()
+            if link is not None:
+                link.close()
+            raise
+        return cls(frontend, welcome.info, settings, plan)
+
+    # ------------------------------------------------------------------------------------------------------ submit
+
+    def submit(self, request: GenerationRequest) -> GenerationResult:
+        """Takes one request, checked here. Never blocks.
+
+        Raises RequestError (names the field), Overloaded (submit again later), EngineDeadError, TransportError or
+        ExecutorClosedError; nothing was taken then.
+        """
+        self._check_process()
+        check_request(request, self.info)
+        return GenerationResult(request, self._frontend.submit(request), self)
+
+    def generate_async(
+        self,
+        prompt_token_ids: Prompt,
+        sampling_params: SamplingParams | None = None,
+        *,
+        streaming: bool = True,
+        timeout_s: float | None = None,
+        priority: int = 0,
+        cache_salt: str | None = None,
+        trace_context: dict[str, str] | None = None,
+        extra: dict[str, Plain] | None = None,
+    ) -> GenerationResult:
+        """Submits one prompt; iterate over the result, or wait for it. The engine's sampling defaults where none are given."""
+        request = GenerationRequest(
+            prompt_token_ids=TokenIds.of(prompt_token_ids),
+            sampling=default_sampling(self.info, sampling_params),
+            streaming=streaming,
+            timeout_s=timeout_s,
+            priority=priority,
+            cache_salt=cache_salt,
+            trace_context=trace_context,
+            extra=extra,
+        )
+        return self.submit(request)
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        **options: Any,
+    ) -> GenerationResult | list[GenerationResult]:
+        """Submits all, as room appears, and waits in order. One prompt gives one result, a list gives a list, `[]` gives `[]`.
+
+        The first error is raised, and what is still running is then aborted. `options` are those of `generate_async`.
+        """
+        if _is_one_prompt(prompts):
+            return self._submit_patiently(prompts, _one(sampling_params), [], options).result()  # type: ignore[arg-type]
+        many: Sequence[Prompt] = prompts  # type: ignore[assignment]
+        params = _per_prompt(sampling_params, len(many))
+        results: list[GenerationResult] = []
+        try:
+            for prompt, param in zip(many, params, strict=True):
+                results.append(self._submit_patiently(prompt, param, results, options))
+            return [result.result() for result in results]
+        except BaseException:
+            for result in results:
+                result.abort()
+            raise
+
+    def _submit_patiently(
+        self, prompt: Prompt, params: SamplingParams | None, running: list[GenerationResult], options: Mapping[str, Any]
+    ) -> GenerationResult:
+        """Where the backlog is full: waits until an own request ends, which makes room, or for others' a little while."""
+        while True:
+            try:
+                return self.generate_async(prompt, params, streaming=False, **options)
+            except Overloaded:
+                oldest = next((result for result in running if not result.finished), None)
+                if oldest is None:
+                    self._frontend.wait_for_room()
+                else:
+                    oldest.result()
+
+    def abort(self, client_id: int) -> None:
+        """Ends one request with finish reason "abort", here at once and in the engine; a quiet no-op if it has ended."""
+        if os.getpid() == self._pid:
+            self._frontend.abort(client_id)
+
+    def abort_all(self) -> None:
+        """Ends every request of this executor."""
+        for client_id in self._frontend.ledger.open_ids():
+            self.abort(client_id)
+
+    def drop(self, client_id: int) -> None:
+        """A result lost its last reference: only an append, since finalizers run inside any lock."""
+        self._frontend.ledger.dropped.append(client_id)
+
+    # ----------------------------------------------------------------------------------------------------- control
+
+    def control(
+        self, method: str, *args: Plain, ranks: Literal["all"] | Sequence[int] = "all", timeout: float | None = 60.0
+    ) -> list[Plain]:
+        """Calls one of `info.controls` on the engine's ranks, in order with requests; one value per rank.
+
+        Raises ControlError if it failed, was refused or did not answer within `timeout` seconds; EngineDeadError at once.
+        """
+        call = self._call(method, args, ranks)
+        waiter, deadline = ThreadWaiter(), Deadline(timeout)
+        call.waiters.append(waiter)
+        while call.outcome is None:
+            if not waiter.wait(deadline.left()) and self._frontend.ledger.withdraw_call(call.call_id):
+                raise ControlError(f"the engine did not answer {method!r} within {timeout} s")
+        return _values(call)
+
+    async def acontrol(self, method: str, *args: Plain, ranks: Literal["all"] | Sequence[int] = "all") -> list[Plain]:
+        """As `control`, for coroutines; use `asyncio.timeout` around it for a bound."""
+        call = self._call(method, args, ranks)
+        try:
+            while call.outcome is None:
+                waiter = async_waiter()
+                call.waiters.append(waiter)
+                if call.outcome is None:
+                    await waiter
+        finally:
+            self._frontend.ledger.withdraw_call(call.call_id)
+        return _values(call)
+
+    def _call(self, method: str, args: Sequence[Plain], ranks: Literal["all"] | Sequence[int]) -> Call:
+        self._check_process()
+        if method != "stats" and method not in self.info.controls:
+            known = ", ".join(sorted({"stats", *self.info.controls}))
+            raise ControlError(f"the engine of {self.info.model!r} has no control method {method!r}; it has: {known}")
+        return self._frontend.call(method, args, None if ranks == "all" else tuple(ranks))
+
+    def stats(self, timeout: float | None = 10.0) -> IterationStats:
+        """The engine's own numbers."""
+        return msgspec.convert(self.control("stats", timeout=timeout)[0], IterationStats)
+
+    async def astats(self) -> IterationStats:
+        return msgspec.convert((await self.acontrol("stats"))[0], IterationStats)
+
+    def health(self) -> Health:
+        """What is known now; never raises or blocks."""
+        frontend = self._frontend
+        closed = frontend.ledger.closed
+        error = frontend.verdict or (None if closed is None else closed.error)
+        state: Literal["ready", "dead", "closed"] = "ready"
+        if error is not None:
+            state = "closed" if isinstance(error, ExecutorClosedError) else "dead"
+        return Health(
+            state=state,
+            cause=None if error is None else str(error),
+            in_flight=frontend.ledger.in_flight,
+            last_result_age_s=frontend.last_batch_age_s(),
+            ranks=tuple(RankHealth(i.rank, i.pid, frontend.rank_state(i.rank)) for i in frontend.ranks),
+            counters={**frontend.link.counters, **frontend.ledger.counters},
+        )
+
+    def check_health(self) -> bool:
+        """The engine is alive and takes requests; never raises or blocks."""
+        return self.health().ok
+
+    def describe(self) -> dict[str, Plain]:
+        """What `tllm explain` shows of a running executor: choices, processes, sockets."""
+        world = self._frontend.world
+        return {
+            **self._plan.describe(),
+            "endpoints": dict(self._plan.endpoints),
+            "world": {} if world is None else dict(world.describe()),
+        }
+
+    # ---------------------------------------------------------------------------------------------------- the end
+
+    def shutdown(self, timeout: float | None = None) -> None:
+        """Ends pending requests with ExecutorClosedError and the engine world within `timeout` seconds (180 by default, 5 for
+        a dead one). Idempotent, from any thread."""
+        if os.getpid() != self._pid:
+            return
+        self._frontend.close(SHUTDOWN_S if timeout is None else timeout)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.shutdown()
+
+    def _check_process(self) -> None:
+        if os.getpid() != self._pid:
+            raise ExecutorClosedError(
+                "this executor belongs to the process that this one was forked from; create one here"
+            )
+
+    def __repr__(self) -> str:
+        return f"GenerationExecutor({self._plan.summary()}, {self.health().state})"
+
+
+_LIVE: weakref.WeakSet[Frontend] = weakref.WeakSet()
+
+
+def _close_from_finalizer(frontend: Frontend, pid: int) -> None:
+    if os.getpid() == pid:
+        frontend.close_soon()
+
+
+@atexit.register
+def _close_all() -> None:
+    for frontend in list(_LIVE):
+        if frontend.pid == os.getpid():
+            frontend.close(SHUTDOWN_S)
+
+
+def _overrides(choices: Mapping[str, tuple[str | None, Mapping[str, Any] | None]]) -> dict[str, Any]:
+    overrides: dict[str, Any] = {}
+    for section, (name, options) in choices.items():
+        if name is not None:
+            overrides[f"{section}.name"] = name
+        if options is not None:
+            overrides[f"{section}.options"] = dict(options)
+    return overrides
+
+
+# ------------------------------------------------------------------------------------------------------- prompts
+
+
+def _is_one_prompt(prompts: object) -> bool:
+    if isinstance(prompts, TokenIds):
+        return True
+    with contextlib.suppress(TypeError):
+        return memoryview(prompts).ndim == 1  # type: ignore[arg-type]
+    return isinstance(prompts, Sequence) and bool(prompts) and hasattr(prompts[0], "__index__")
+
+
+def _one(params: SamplingParams | Sequence[SamplingParams] | None) -> SamplingParams | None:
+    if params is None or isinstance(params, SamplingParams):
+        return params
+    return _per_prompt(params, 1)[0]
+
+
+def _per_prompt(params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams | None]:
+    if params is None or isinstance(params, SamplingParams):
+        return [params] * count
+    if len(params) != count:
+        raise ConfigError(f"there are {len(params)} sampling_params for {count} prompts; give one for all, or one each")
+    return list(params)
+
+
+def _values(call: Call) -> list[Plain]:
+    assert call.outcome is not None
+    error = call.outcome.fresh_error()
+    if error is not None:
+        raise error
+    return list(call.values)

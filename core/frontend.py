@@ -1,0 +1,308 @@
+"""One frontend of one engine generation: the receive thread, the watch over the world, the verdict and the end.
+
+Threads: `tllm-receive` alone reads the link and sweeps; `tllm-world` reads the world's events and only posts verdicts, so
+that a final frame that is still in the socket is never overtaken by the news of the death.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+
+from tllm_core.contracts.interfaces import Beaten, Exited, Failed, Identified, Identity, World
+from tllm_core.contracts.messages import (
+    Abort,
+    Beat,
+    Control,
+    ControlReply,
+    DownMessage,
+    GenerationRequest,
+    Goodbye,
+    Obituary,
+    Plain,
+    StepBatch,
+    Stop,
+    Submit,
+)
+from tllm_core.errors import Cause, EngineDeadError, ExecutorClosedError, PortClosed, TllmError, TransportError
+from tllm_core.ledger.ids import ClientIds
+from tllm_core.ledger.ledger import ABORTED, Call, Effects, Ledger, Mailbox
+from tllm_core.ledger.waiting import Deadline, ThreadWaiter, wake_all
+from tllm_core.wire.link import FrontendLink
+from tllm_core.wire.liveness import Liveness
+
+log = logging.getLogger("tllm_core")
+
+TICK_S = 0.1
+"""How long the receive thread sleeps at most: results that were garbage collected are aborted within it."""
+DRAIN_S = 0.05
+QUIET_S = 0.005
+DEAD_SHUTDOWN_S = 5.0
+
+
+class Observers:
+    """What plugins may watch; empty lists cost nothing."""
+
+    def __init__(self) -> None:
+        self.batch: list[Callable[[StepBatch, float], None]] = []
+        self.settled: list[Callable[[int, str], None]] = []
+
+    def on_batch(self, batch: StepBatch) -> None:
+        now = time.monotonic()
+        for observer in list(self.batch):
+            self._call(self.batch, observer, batch, now)
+
+    def on_settled(self, settled: Iterable[tuple[int, str]]) -> None:
+        for client_id, reason in settled:
+            for observer in list(self.settled):
+                self._call(self.settled, observer, client_id, reason)
+
+    @staticmethod
+    def _call(group: list[Callable[..., None]], observer: Callable[..., None], *args: object) -> None:
+        try:
+            observer(*args)
+        except Exception:
+            group.remove(observer)
+            log.exception("an observer raised and was detached: %r", observer)
+
+
+class Frontend:
+    """Submits, aborts and calls over a link, and delivers what comes back to the ledger."""
+
+    def __init__(
+        self,
+        link: FrontendLink,
+        frontend_id: int,
+        world: World | None = None,
+        *,
+        liveness: Liveness | None = None,
+        mailbox_bytes: int = 64 << 20,
+    ) -> None:
+        self.ledger = Ledger(mailbox_bytes)
+        self.link = link
+        self.world = world
+        self.observers = Observers()
+        self.ranks: tuple[Identity, ...] = ()
+        self.last_beat: Beat | None = None
+        self.last_batch_at: float | None = None
+        self._ids = ClientIds(frontend_id)
+        self._call_ids = ClientIds(frontend_id)
+        self._liveness = liveness
+        self._verdict: TllmError | None = None
+        self.pid = os.getpid()
+        self._room_waiters: list[ThreadWaiter] = []
+        self._close_requested = False
+        self._closing = threading.Event()
+        self._close_lock = threading.Lock()
+        self._closed = False
+        self._threads = [threading.Thread(target=self._receive_loop, name="tllm-receive", daemon=True)]
+        if world is not None:
+            self._threads.append(threading.Thread(target=self._watch_loop, name="tllm-world", daemon=True))
+
+    def start(self) -> None:
+        for thread in self._threads:
+            thread.start()
+
+    # ---------------------------------------------------------------------------------------------- callers' side
+
+    def submit(self, request: GenerationRequest) -> Mailbox:
+        """Registers, then sends; a send that fails takes the registration back. Never blocks."""
+        client_id = self._ids.draw()
+        box = self.ledger.register(client_id, request.sampling.n)
+        try:
+            self.link.send(Submit(client_id, request))
+        except BaseException:
+            if not self.ledger.withdraw(client_id):
+                self._raise_closed()
+            raise
+        return box
+
+    def abort(self, client_id: int) -> None:
+        """Settles here at once, then tells the engine; a quiet no-op for an id that has ended or is unknown."""
+        effects = self.ledger.settle(client_id, ABORTED)
+        if effects is not None:
+            self._apply(effects)
+            self._tell_abort(client_id)
+
+    def call(self, method: str, args: Sequence[Plain], ranks: tuple[int, ...] | None) -> Call:
+        call = self.ledger.register_call(self._call_ids.draw())
+        try:
+            self.link.send(Control(call.call_id, method, args, ranks))
+        except BaseException:
+            self.ledger.withdraw_call(call.call_id)
+            raise
+        return call
+
+    def wait_for_room(self) -> None:
+        """Returns once something came back from the engine, or after a tick: worth another try at a full backlog."""
+        waiter = ThreadWaiter()
+        self._room_waiters.append(waiter)
+        waiter.wait(TICK_S)
+
+    def last_batch_age_s(self) -> float | None:
+        return None if self.last_batch_at is None else time.monotonic() - self.last_batch_at
+
+    def rank_state(self, rank: int) -> str:
+        """ "running", "stopped" or "gone" as of the last beat; "unknown" where nothing beats."""
+        beat = self.last_beat
+        return "unknown" if beat is None or rank >= len(beat.states) else beat.states[rank].name.lower()
+
+    def _tell_abort(self, client_id: int) -> None:
+        with contextlib.suppress(TransportError):  # a lane that is lost has no requests in the engine
+            self.link.send(Abort(client_id))
+
+    def _raise_closed(self) -> None:
+        closed = self.ledger.closed
+        error = None if closed is None else closed.fresh_error()
+        if error is not None:
+            raise error
+
+    # --------------------------------------------------------------------------------------------- receive thread
+
+    def _receive_loop(self) -> None:
+        try:
+            while self._verdict is None:
+                for message in self.link.receive(TICK_S):
+                    self._take(message)
+                self._do_chores()
+            self._bury(self._verdict)
+        except PortClosed:
+            return
+        except TransportError as error:
+            self._apply(self.ledger.sweep(error))
+        except Exception as error:
+            log.exception("the receive thread failed; every pending request ends")
+            self._apply(self.ledger.sweep(TransportError(f"the receive thread failed: {error!r}")))
+
+    def _do_chores(self) -> None:
+        for client_id in self.ledger.take_dropped():
+            self.abort(client_id)
+        if self._room_waiters:
+            waiters, self._room_waiters = self._room_waiters, []
+            wake_all(waiters)
+        if self._close_requested and not self._closing.is_set():
+            self._closing.set()
+            threading.Thread(target=self.close, args=(DEAD_SHUTDOWN_S,), name="tllm-close", daemon=True).start()
+
+    def _take(self, message: DownMessage) -> None:
+        if isinstance(message, StepBatch):
+            effects = self.ledger.deliver(message)
+            self.last_batch_at = time.monotonic()
+            wake_all(effects.woken)
+            for client_id in effects.aborts:
+                self._tell_abort(client_id)
+            if self.observers.batch:
+                self.observers.on_batch(message)
+            if self.observers.settled:
+                self.observers.on_settled(effects.settled)
+        elif isinstance(message, ControlReply):
+            wake_all(self.ledger.reply(message))
+        elif isinstance(message, Obituary):
+            self.post(EngineDeadError(cause_of(message)))
+        elif not self._closing.is_set():  # Stopping, and not by this side
+            self.post(EngineDeadError(Cause("the engine was stopped")))
+
+    def _apply(self, effects: Effects) -> None:
+        wake_all(effects.woken)
+        if self.observers.settled:
+            self.observers.on_settled(effects.settled)
+
+    def post(self, error: TllmError) -> None:
+        """Posts a verdict; the first one stays. From any thread; never blocks."""
+        if self._verdict is None:
+            self._verdict = error
+        self.link.wake()
+
+    def _bury(self, error: TllmError) -> None:
+        """Delivers what had already arrived, then ends everything that is open."""
+        until = time.monotonic() + DRAIN_S
+        with contextlib.suppress(TransportError):
+            while time.monotonic() < until:
+                messages = self.link.receive(QUIET_S)
+                if not messages:
+                    break
+                for message in messages:
+                    self._take(message)
+        self._apply(self.ledger.sweep(error))
+
+    # ----------------------------------------------------------------------------------------------- world thread
+
+    def _watch_loop(self) -> None:
+        world = self.world
+        assert world is not None
+        while not self._closed:
+            for event in world.events(TICK_S):
+                if isinstance(event, Identified):
+                    self.ranks = event.ranks
+                elif isinstance(event, Beaten):
+                    self.last_beat = event.beat
+                    if self._liveness is not None:
+                        self._liveness.beat(event.beat, time.monotonic())
+                elif isinstance(event, Failed):
+                    self.post(EngineDeadError(event.cause()))
+                elif isinstance(event, Exited):
+                    if not self._closing.is_set():
+                        self.post(EngineDeadError(event.cause()))
+                    return
+            self._judge()
+
+    def _judge(self) -> None:
+        if self._liveness is None or self._closing.is_set():
+            return
+        now = time.monotonic()
+        verdict = self._liveness.poll(now, path_ok_at=now)  # beats of an owned world come over its own pipe
+        if verdict is not None:
+            self.post(EngineDeadError(verdict.cause()))
+
+    # ---------------------------------------------------------------------------------------------------- the end
+
+    def close(self, timeout: float) -> None:
+        """Tells, waits, abandons. Idempotent, from any thread; a second caller waits for the first."""
+        self._closing.set()
+        if self._liveness is not None:
+            self._liveness.disarm()
+        self._apply(self.ledger.sweep(ExecutorClosedError("the executor was shut down")))
+        with self._close_lock:
+            if self._closed:
+                return
+            self._end_world(Deadline(timeout))
+            self._closed = True
+            self.link.close()
+            for thread in self._threads:
+                if thread is not threading.current_thread() and thread.is_alive():
+                    thread.join(DEAD_SHUTDOWN_S)
+
+    def _end_world(self, deadline: Deadline) -> None:
+        owned = self.world is not None and self.world.owned
+        with contextlib.suppress(TllmError):
+            self.link.send(Stop() if owned else Goodbye())
+        if self.world is None or not owned:
+            return
+        budget = deadline.left() or 0.0
+        if self._verdict is not None:
+            budget = min(budget, DEAD_SHUTDOWN_S)
+        if not self.world.stop(max(budget, 0.0)):
+            log.warning("the engine world did not stop within its bound and is killed")
+        self.world.kill()
+
+    def close_soon(self) -> None:
+        """Has the receive thread begin the end within a tick; only sets a flag, since finalizers run inside any lock."""
+        self._close_requested = True
+
+    @property
+    def verdict(self) -> TllmError | None:
+        return self._verdict
+
+
+def cause_of(obituary: Obituary) -> Cause:
+    return Cause(
+        obituary.message,
+        rank=obituary.rank,
+        exitcode=obituary.exitcode,
+        traceback=obituary.traceback,
+        stderr_tail=obituary.stderr_tail,
+    )
