@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from asyncio import get_running_loop
 from collections.abc import Generator, Sequence
 from types import TracebackType
 from typing import Protocol, Self
@@ -155,14 +156,15 @@ class GenerationResult:
         """Moves what has arrived into `outputs`."""
         box = self._box
         outcome = box.outcome  # before the rows: whoever set it appended them first
-        if not box.rows and outcome is self._done:
+        rows = box.rows
+        if not rows and outcome is self._done:
             return
         with self._lock:
-            rows, outputs = box.rows, self.outputs
+            append = self.outputs[0].token_ids.append
             while rows:
                 item = rows.popleft()
                 if type(item) is int:
-                    outputs[0].token_ids.append(item)
+                    append(item)
                 else:
                     self._apply(item)  # type: ignore[arg-type]
             self._updates += 1
@@ -179,20 +181,23 @@ class GenerationResult:
             output.add_extra(item.extra)
             self._box.extra_out += size_of(item.extra)
 
+    def _must_wait(self) -> bool:
+        """There is nothing that the iterating consumer has not seen, and more to come."""
+        box = self._box
+        return not box.rows and box.outcome is None and self._updates == self._seen
+
     def _advance(self) -> bool:
-        """True if there is an update for the iterating consumer, False if it must wait; raises the error, or StopIteration
-        as `_Ended`, once everything was seen."""
+        """Shows the iterating consumer what there is: True for an update, False at the end. Raises the request's error."""
         self._read()
+        done = self._done
         if self._updates != self._seen:
             self._seen = self._updates
             for output in self.outputs:
                 output.seen()
-            if self._done is None or self._done.error is None or self._has_news():
+            if done is None or done.error is None or self._has_news():
                 return True
-        if self._done is None:
-            return False
         self._raise_error()
-        raise _Ended
+        return False
 
     def _has_news(self) -> bool:
         return any(output._to > output._from for output in self.outputs)
@@ -202,12 +207,10 @@ class GenerationResult:
         if error is not None:
             raise error
 
-    def _claim(self) -> None:
-        if self._busy:
-            raise ResultBusyError(
-                f"another consumer is iterating over the result of request {self.client_id}; use result() or await beside it"
-            )
-        self._iterated = True
+    def _busy_error(self) -> ResultBusyError:
+        return ResultBusyError(
+            f"another consumer is iterating over the result of request {self.client_id}; use result() or await beside it"
+        )
 
     # ---------------------------------------------------------------------------------------------------- iterate
 
@@ -215,39 +218,37 @@ class GenerationResult:
         return self
 
     def __next__(self) -> Self:
-        self._claim()
-        box = self._box
+        if self._busy:
+            raise self._busy_error()
+        self._iterated = self._busy = True
         try:
-            while not self._advance():
-                waiter = ThreadWaiter()
-                box.waiter, self._busy = waiter, True
-                if not box.rows and box.outcome is None:
+            while self._must_wait():
+                self._box.waiter = waiter = ThreadWaiter()
+                if self._must_wait():
                     waiter.wait(None)
-                box.waiter = None
-        except _Ended:
-            raise StopIteration from None
+            if self._advance():
+                return self
         finally:
             self._busy = False
-        return self
+        raise StopIteration
 
     def __aiter__(self) -> Self:
         return self
 
     async def __anext__(self) -> Self:
-        self._claim()
-        box = self._box
+        if self._busy:
+            raise self._busy_error()
+        self._iterated = self._busy = True
         try:
-            while not self._advance():
-                future = async_waiter()
-                box.waiter, self._busy = future, True
-                if not box.rows and box.outcome is None:
+            while self._must_wait():
+                self._box.waiter = future = get_running_loop().create_future()
+                if self._must_wait():
                     await future
-                box.waiter = None
-        except _Ended:
-            raise StopAsyncIteration from None
+            if self._advance():
+                return self
         finally:
             self._busy = False
-        return self
+        raise StopAsyncIteration
 
     # ----------------------------------------------------------------------------------------------------- the end
 
@@ -320,7 +321,3 @@ class GenerationResult:
         state = "running" if self._box.outcome is None else self._box.outcome.reason
         lengths: Sequence[int] = [len(output.token_ids) for output in self.outputs]
         return f"GenerationResult(client_id={self.client_id}, {state}, tokens={lengths})"
-
-
-class _Ended(Exception):
-    """Everything was seen."""
