@@ -1,0 +1,75 @@
+"""What the tp engine is called and how it is set."""
+
+from typing import Literal
+
+from msgspec import Struct
+
+from tllm_core.contracts.interfaces import EngineSpec
+from tllm_core.errors import ConfigError
+
+
+class TpSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Settings of the tp engine.
+
+    model: a directory or GGUF file, else a name of the catalogue, else a hub id with "/". cache_dir: where converted
+    models are kept, None = the user's cache directory.
+    dtype: of weights, activations and KV cache; "auto" = float32 on a CPU, the model's own on a GPU.
+    device: "auto" = a GPU if there is one, else "cpu"; or as torch writes it.
+    attention: which backend computes attention; "auto" = the best for the device.
+    threads: CPU threads of torch, None = the cores that this process may use.
+
+    max_seq_len: prompt and new tokens together, None = the model's own limit; never above it.
+    max_num_seqs: sequences that run at once; what is above waits. max_batched_tokens: tokens in one step at most; a
+    longer prompt is computed in chunks, and running sequences gain a token beside each, so that a step's time bounds the
+    time between tokens. 512 suits a small model on a CPU; GPUs want 2048 to 8192.
+
+    block_size: tokens per block of the KV cache. num_blocks: None = sized from the memory that is free once the weights
+    are loaded, of which `memory_fraction` is taken: None = 0.85 of a GPU's; 0.25 of the host's, but at most 4 GiB.
+    seed: makes requests without a seed of their own repeatable from start to start; None = drawn.
+    """
+
+    model: str = "smollm2-135m"
+    cache_dir: str | None = None
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    device: str = "auto"
+    attention: Literal["auto", "torch"] = "auto"
+    threads: int | None = None
+    tensor_parallel_size: int = 1
+    max_seq_len: int | None = None
+    max_num_seqs: int = 64
+    max_batched_tokens: int = 512
+    block_size: int = 16
+    num_blocks: int | None = None
+    memory_fraction: float | None = None
+    seed: int | None = None
+
+    def __post_init__(self) -> None:
+        """Raises ConfigError, which names the setting, for values that can't work."""
+        if self.tensor_parallel_size != 1:
+            raise ConfigError(
+                f"tensor_parallel_size {self.tensor_parallel_size} is not supported by this version of the tp engine;"
+                " set it to 1"
+            )
+        if not self.model:
+            raise ConfigError("model is empty; name a directory, a GGUF file, a catalogue name or a hub id")
+        for name in ("threads", "max_seq_len", "max_num_seqs", "max_batched_tokens", "block_size", "num_blocks"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ConfigError(f"{name} must be at least 1, not {value}")
+        if self.max_batched_tokens < self.max_num_seqs:
+            raise ConfigError(
+                f"max_batched_tokens {self.max_batched_tokens} is below max_num_seqs {self.max_num_seqs}: every running"
+                " sequence needs a token in each step; raise the one or lower the other"
+            )
+        if self.memory_fraction is not None and not 0 < self.memory_fraction < 1:
+            raise ConfigError(f"memory_fraction must be between 0 and 1, not {self.memory_fraction}")
+        if self.seed is not None and not 0 <= self.seed < 2**63:
+            raise ConfigError(f"seed must be in [0, 2^63), not {self.seed}")
+
+
+SPEC = EngineSpec(
+    name="tp",
+    settings_type=TpSettings,
+    load="tllm_core.engines.tp.engine:TpEngine",
+    prepare="tllm_core.engines.tp.prepare:prepare",
+)
