@@ -74,6 +74,8 @@ def _entries_of(distribution: importlib.metadata.Distribution) -> list[Entry]:
     if not points:
         return []
     name, version, extras = distribution.metadata["Name"], distribution.version, _requirements(distribution.requires)
+    if not name or not version:
+        raise ValueError("METADATA is missing or empty")
     return [
         Entry(GROUPS[point.group], point.name, point.value.partition("[")[0].strip(), name, version, extras)
         for point in points
