@@ -98,7 +98,7 @@ class Frontend:
         self._close_requested = False
         self._closing = threading.Event()
         self._close_lock = threading.Lock()
-        self._closed = False
+        self._closed = threading.Event()
         self._threads = [threading.Thread(target=self._receive_loop, name="tllm-receive", daemon=True)]
         if world is not None:
             self._threads.append(threading.Thread(target=self._watch_loop, name="tllm-world", daemon=True))
@@ -164,19 +164,29 @@ class Frontend:
     # --------------------------------------------------------------------------------------------- receive thread
 
     def _receive_loop(self) -> None:
-        try:
-            while self._verdict is None:
-                for message in self.link.receive(TICK_S):
-                    self._take(message)
+        """Lives until the port is closed, also after a death: somebody must do the chores."""
+        while True:
+            try:
+                if self._verdict is None:
+                    self._pump(TICK_S)
+                else:
+                    self._bury(self._verdict)
+                    self._pump(TICK_S)
                 self._do_chores()
-            self._bury(self._verdict)
-        except PortClosed:
-            return
-        except TransportError as error:
-            self._apply(self.ledger.sweep(error))
-        except Exception as error:
-            log.exception("the receive thread failed; every pending request ends")
-            self._apply(self.ledger.sweep(TransportError(f"the receive thread failed: {error!r}")))
+            except PortClosed:
+                return
+            except TransportError as error:
+                self.post(error)
+                self._closed.wait(TICK_S)  # a lane that is lost raises each time
+            except Exception as error:
+                log.exception("the receive thread failed; every pending request ends")
+                self.post(TransportError(f"the receive thread failed: {error!r}"))
+
+    def _pump(self, timeout: float) -> bool:
+        messages = self.link.receive(timeout)
+        for message in messages:
+            self._take(message)
+        return bool(messages)
 
     def _do_chores(self) -> None:
         for client_id in self.ledger.take_dropped():
@@ -218,37 +228,42 @@ class Frontend:
         self.link.wake()
 
     def _bury(self, error: TllmError) -> None:
-        """Delivers what had already arrived, then ends everything that is open."""
+        """Delivers what had already arrived, then ends everything that is open. Once."""
+        if self.ledger.closed is not None:
+            return
         until = time.monotonic() + DRAIN_S
         with contextlib.suppress(TransportError):
-            while time.monotonic() < until:
-                messages = self.link.receive(QUIET_S)
-                if not messages:
-                    break
-                for message in messages:
-                    self._take(message)
+            while time.monotonic() < until and self._pump(QUIET_S):
+                pass
         self._apply(self.ledger.sweep(error))
 
     # ----------------------------------------------------------------------------------------------- world thread
 
     def _watch_loop(self) -> None:
-        world = self.world
-        assert world is not None
-        while not self._closed:
-            for event in world.events(TICK_S):
-                if isinstance(event, Identified):
-                    self.ranks = event.ranks
-                elif isinstance(event, Beaten):
-                    self.last_beat = event.beat
-                    if self._liveness is not None:
-                        self._liveness.beat(event.beat, time.monotonic())
-                elif isinstance(event, Failed):
+        try:
+            while not self._closed.is_set() and self._watch():
+                self._judge()
+        except Exception as error:
+            log.exception("the watch over the engine world failed; it counts as dead")
+            self.post(EngineDeadError(Cause(f"the watch over the engine world failed: {error!r}")))
+
+    def _watch(self) -> bool:
+        """Takes what the world says; False once it is gone."""
+        assert self.world is not None
+        for event in self.world.events(TICK_S):
+            if isinstance(event, Identified):
+                self.ranks = event.ranks
+            elif isinstance(event, Beaten):
+                self.last_beat = event.beat
+                if self._liveness is not None:
+                    self._liveness.beat(event.beat, time.monotonic())
+            elif isinstance(event, Failed):
+                self.post(EngineDeadError(event.cause()))
+            elif isinstance(event, Exited):
+                if not self._closing.is_set():
                     self.post(EngineDeadError(event.cause()))
-                elif isinstance(event, Exited):
-                    if not self._closing.is_set():
-                        self.post(EngineDeadError(event.cause()))
-                    return
-            self._judge()
+                return False
+        return True
 
     def _judge(self) -> None:
         if self._liveness is None or self._closing.is_set():
@@ -267,10 +282,10 @@ class Frontend:
             self._liveness.disarm()
         self._apply(self.ledger.sweep(ExecutorClosedError("the executor was shut down")))
         with self._close_lock:
-            if self._closed:
+            if self._closed.is_set():
                 return
             self._end_world(Deadline(timeout))
-            self._closed = True
+            self._closed.set()
             self.link.close()
             for thread in self._threads:
                 if thread is not threading.current_thread() and thread.is_alive():
