@@ -1,0 +1,293 @@
+"""The engine side: commands in -> engine -> step batches out.
+
+One loop, one thread. It never waits for a lane: rows that a lane has no room for are parked, and a frontend that does not
+read is given up. A RequestError ends its request; anything else that the engine raises ends the loop and is its death.
+"""
+
+import contextlib
+import itertools
+import logging
+import time
+import traceback
+from collections import Counter
+from collections.abc import Callable, Mapping
+from typing import Protocol
+
+from msgspec import Struct
+
+from tllm_core.contracts.interfaces import Engine
+from tllm_core.contracts.messages import (
+    Abort,
+    Control,
+    DownMessage,
+    EngineInfo,
+    EngineRequest,
+    ErrorReport,
+    Goodbye,
+    Obituary,
+    Output,
+    Stop,
+    Stopping,
+    Submit,
+    UpMessage,
+)
+from tllm_core.errors import RequestError, TransportError
+from tllm_core.world.calls import Calls
+from tllm_core.world.deadlines import Deadlines
+from tllm_core.world.outbox import Outbox
+
+log = logging.getLogger(__name__)
+
+RETRY_S = 0.005
+"""How often a full lane is tried again while the engine is idle."""
+
+
+class Link(Protocol):
+    """What the worker needs of `wire.link.EngineLink`."""
+
+    def receive(self, timeout: float | None) -> list[tuple[int, UpMessage]]: ...
+    def send(self, session: int, message: DownMessage) -> bool: ...
+    def broadcast(self, message: DownMessage) -> None: ...
+    def end(self, session: int, reason: str) -> None: ...
+    def wake(self) -> None: ...
+
+
+class WorkerSettings(Struct, frozen=True, kw_only=True):
+    """parked_bytes: of one session at most. stall_after_s: how long its lane may be full. Beyond either it is expelled."""
+
+    parked_bytes: int = 16 * 2**20
+    stall_after_s: float = 10.0
+
+
+DEFAULTS = WorkerSettings()
+
+
+class Entry(Struct, gc=False):
+    """A request that the engine owes something. `ended`: sequences that have ended, None where there is only one."""
+
+    outbox: Outbox
+    client_id: int
+    sequences: int = 1
+    ended: set[int] | None = None
+
+
+def obituary_of(error: BaseException, rank: int = 0) -> Obituary:
+    """An engine's last words."""
+    text = "".join(traceback.format_exception(error))
+    return Obituary(f"the engine failed: {type(error).__name__}: {error}", rank=rank, traceback=text)
+
+
+class Worker:
+    """Runs one engine for all sessions of one link. `stop` and `wake` may be called from any thread."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        link: Link,
+        info: EngineInfo,
+        *,
+        world_size: int = 1,
+        settings: WorkerSettings = DEFAULTS,
+        progress: Callable[[int, bool], None] = lambda steps, busy: None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.counters: Counter[str] = Counter()
+        self._engine, self._link, self._settings = engine, link, settings
+        self._calls = Calls(engine, info, world_size, self._count)
+        self._progress, self._clock = progress, clock
+        self._ids = itertools.count(1)
+        self._entries: dict[int, Entry] = {}
+        self._outboxes: dict[int, Outbox] = {}
+        self._dirty: dict[int, Outbox] = {}
+        self._deadlines = Deadlines(self._entries)
+        self._steps = 0
+        self._again = self._woken = self._stopping = False
+
+    def run(self) -> None:
+        """Until `stop()` or Stop. Whatever the engine raises is raised again, after all sessions were told."""
+        try:
+            while not self._stopping:
+                self._turn()
+            self._flush()
+            self._link.broadcast(Stopping())
+        except BaseException as error:
+            with contextlib.suppress(TransportError):
+                self._link.broadcast(obituary_of(error))
+            raise
+
+    def stop(self) -> None:
+        """Ends `run` in an orderly way."""
+        self._stopping = True
+        self._link.wake()
+
+    def wake(self) -> None:
+        """Has the engine's `step` called soon."""
+        self._woken = True
+        self._link.wake()
+
+    def _turn(self) -> None:
+        commands = self._link.receive(self._patience())
+        for session, command in commands:
+            self._take(session, command)
+        for request_id in self._deadlines.pop_due(self._clock()):
+            self._time_out(request_id)
+        if self._again or self._woken or commands:
+            self._progress(self._steps, bool(self._entries))
+            self._step()
+        self._flush()
+        self._progress(self._steps, bool(self._entries))
+
+    def _patience(self) -> float | None:
+        """How long to wait for commands: not at all while there is work, else until something is due."""
+        if self._again or self._woken or self._stopping:
+            return 0
+        retry = RETRY_S if self._dirty else None
+        due = self._deadlines.next_at()
+        if due is None:
+            return retry
+        left = max(0.0, due - self._clock())
+        return left if retry is None else min(left, retry)
+
+    def _step(self) -> None:
+        self._woken = False
+        step = self._engine.step()
+        self._steps += 1
+        self._again = step.again
+        entries, dirty = self._entries, self._dirty
+        for output in step.outputs:
+            entry = entries.get(output.request_id)
+            if entry is None:
+                self.counters["late_rows"] += 1
+                continue
+            outbox = entry.outbox
+            dirty[outbox.session] = outbox
+            outbox.rows.add(entry.client_id, output)
+            if output.finish_reason is not None or output.error is not None:
+                self._end(output.request_id, entry, output)
+
+    def _end(self, request_id: int, entry: Entry, output: Output) -> None:
+        """One sequence ended; an error, or the last sequence, ends the request."""
+        if output.error is None and entry.ended is not None:
+            entry.ended.add(output.index)
+            if len(entry.ended) < entry.sequences:
+                return
+        self._forget(request_id, entry)
+
+    def _forget(self, request_id: int, entry: Entry) -> None:
+        del self._entries[request_id]
+        del entry.outbox.requests[entry.client_id]
+
+    def _flush(self) -> None:
+        if not self._dirty:
+            return
+        now = self._clock()
+        for session, outbox in list(self._dirty.items()):
+            for client_id in outbox.flush(now):
+                self._fail(outbox, client_id, "the output is larger than max_message_bytes")
+            if outbox.stalled_since is None and not outbox.rows.client_ids:
+                del self._dirty[session]
+            elif outbox.stalled_since is not None:
+                self._judge(outbox, now - outbox.stalled_since)
+
+    def _judge(self, outbox: Outbox, stalled_s: float) -> None:
+        """Gives a frontend up that has not read for too long or is owed too much."""
+        if stalled_s > self._settings.stall_after_s:
+            reason = f"the frontend took nothing for {stalled_s:.1f} s (stall_after_s)"
+        elif outbox.parked_bytes > self._settings.parked_bytes:
+            reason = f"the frontend is {outbox.parked_bytes} bytes behind (parked_bytes)"
+        else:
+            return
+        log.warning("session %x is expelled: %s", outbox.session, reason)
+        self.counters["expelled"] += 1
+        self._leave(outbox.session)
+        self._link.end(outbox.session, reason)
+
+    def _take(self, session: int, command: UpMessage) -> None:
+        outbox = self._outboxes.get(session)
+        if outbox is None:
+            if isinstance(command, Goodbye):
+                return
+            outbox = self._outboxes[session] = Outbox(session, self._link.send)
+        match command:
+            case Submit():
+                self._submit(outbox, command)
+            case Abort(client_id=None):
+                self._abort_all(outbox)
+            case Abort():
+                self._abort(outbox, command.client_id)
+            case Control():
+                self._control(outbox, command)
+            case Goodbye():
+                self._leave(session)
+            case Stop():
+                self._stopping = True
+
+    def _submit(self, outbox: Outbox, command: Submit) -> None:
+        client_id, request = command.client_id, command.request
+        if client_id in outbox.requests:
+            self.counters["duplicate_client_ids"] += 1
+            return
+        request_id = next(self._ids)
+        timeout_s = request.timeout_s
+        if timeout_s is not None:
+            self._deadlines.add(request_id, self._clock() + timeout_s)
+        n = request.sampling.n
+        self._entries[request_id] = Entry(outbox, client_id, n, set() if n > 1 else None)
+        outbox.requests[client_id] = request_id
+        try:
+            self._engine.submit(
+                EngineRequest(
+                    request_id=request_id,
+                    prompt_token_ids=request.prompt_token_ids,
+                    sampling=request.sampling,
+                    priority=request.priority,
+                    cache_salt=request.cache_salt,
+                    trace_context=request.trace_context,
+                    extra=request.extra,
+                )
+            )
+        except RequestError as error:
+            self._forget(request_id, self._entries[request_id])
+            self._report(outbox, client_id, ErrorReport(str(error), error.field))
+
+    def _report(self, outbox: Outbox, client_id: int, error: ErrorReport) -> None:
+        outbox.rows.fail(client_id, error)
+        self._dirty[outbox.session] = outbox
+
+    def _fail(self, outbox: Outbox, client_id: int, message: str) -> None:
+        """Ends a request whose rows can't be sent; one that has ended meanwhile still hears of it."""
+        self._abort(outbox, client_id)
+        self._report(outbox, client_id, ErrorReport(message))
+
+    def _abort(self, outbox: Outbox, client_id: int) -> None:
+        """The frontend has settled it already: nothing is sent, later outputs are dropped. Unknown ids are ignored."""
+        request_id = outbox.requests.get(client_id)
+        if request_id is not None:
+            self._forget(request_id, self._entries[request_id])
+            self._engine.abort(request_id)
+
+    def _abort_all(self, outbox: Outbox) -> None:
+        for client_id in list(outbox.requests):
+            self._abort(outbox, client_id)
+
+    def _leave(self, session: int) -> None:
+        outbox = self._outboxes.pop(session, None)
+        if outbox is not None:
+            self._abort_all(outbox)
+            self._dirty.pop(session, None)
+
+    def _time_out(self, request_id: int) -> None:
+        entry = self._entries[request_id]
+        self._forget(request_id, entry)
+        self._engine.abort(request_id)
+        for index in range(entry.sequences):
+            if entry.ended is None or index not in entry.ended:
+                entry.outbox.rows.end(entry.client_id, index, "timeout")
+        self._dirty[entry.outbox.session] = entry.outbox
+
+    def _control(self, outbox: Outbox, command: Control) -> None:
+        outbox.reply(self._calls.answer(command))
+        self._dirty[outbox.session] = outbox
+
+    def _count(self) -> Mapping[str, int]:
+        return {"sessions": len(self._outboxes), "requests": len(self._entries), **self.counters}
