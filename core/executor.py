@@ -73,6 +73,7 @@ class GenerationExecutor:
         _LIVE.add(frontend)
         self._finalizer = weakref.finalize(self, _close_from_finalizer, frontend, self._pid)
         self._finalizer.atexit = False  # at exit, `_close_all` does it, and waits
+        plan.hooks.started(self)
 
     # ------------------------------------------------------------------------------------------------------ create
 
@@ -99,7 +100,7 @@ class GenerationExecutor:
             "transport": (transport, transport_options),
             "launcher": (launcher, launcher_options),
         }
-        settings = config if isinstance(config, Settings) else load_settings(config, overrides=_overrides(choices))
+        settings = load_settings(config, overrides=_overrides(choices))
         plan = Plan.of(settings)
         return cls._start(plan, settings, on_phase)
 
@@ -114,7 +115,12 @@ class GenerationExecutor:
             welcome = link.open(OPEN_S)
             liveness = Liveness(settings.liveness) if start.beats else None
             frontend = Frontend(
-                link, welcome.frontend_id, world, liveness=liveness, mailbox_bytes=settings.ledger.mailbox_bytes
+                link,
+                welcome.frontend_id,
+                world,
+                liveness=liveness,
+                observers=plan.hooks.observers,
+                mailbox_bytes=settings.ledger.mailbox_bytes,
             )
             frontend.ranks = start.ranks
         except BaseException:
@@ -133,8 +139,11 @@ class GenerationExecutor:
         ExecutorClosedError; nothing was taken then.
         """
         self._check_process()
+        hooks = self._plan.hooks
+        request = hooks.request(request, self.info, self._frontend.ledger.in_flight)
         check_request(request, self.info)
-        return GenerationResult(request, self._frontend.submit(request), self)
+        filters = hooks.result_filters(request)
+        return GenerationResult(request, self._frontend.submit(request), self, filters)
 
     def generate_async(
         self,
@@ -294,7 +303,8 @@ class GenerationExecutor:
         a dead one). Idempotent, from any thread."""
         if os.getpid() != self._pid:
             return
-        self._frontend.close(SHUTDOWN_S if timeout is None else timeout)
+        if self._frontend.close(SHUTDOWN_S if timeout is None else timeout):
+            self._plan.hooks.stopped(self)
 
     def __enter__(self) -> Self:
         return self

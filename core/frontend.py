@@ -11,7 +11,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 
 from tllm_core.contracts.interfaces import Beaten, Exited, Failed, Identified, Identity, World
 from tllm_core.contracts.messages import (
@@ -29,6 +29,7 @@ from tllm_core.contracts.messages import (
     Submit,
 )
 from tllm_core.errors import Cause, EngineDeadError, ExecutorClosedError, PortClosed, TllmError, TransportError
+from tllm_core.hooks import Observers
 from tllm_core.ledger.ids import ClientIds
 from tllm_core.ledger.ledger import ABORTED, Call, Effects, Ledger, Mailbox
 from tllm_core.ledger.waiting import Deadline, ThreadWaiter, wake_all
@@ -44,32 +45,6 @@ QUIET_S = 0.005
 DEAD_SHUTDOWN_S = 5.0
 
 
-class Observers:
-    """What plugins may watch; empty lists cost nothing."""
-
-    def __init__(self) -> None:
-        self.batch: list[Callable[[StepBatch, float], None]] = []
-        self.settled: list[Callable[[int, str], None]] = []
-
-    def on_batch(self, batch: StepBatch) -> None:
-        now = time.monotonic()
-        for observer in list(self.batch):
-            self._call(self.batch, observer, batch, now)
-
-    def on_settled(self, settled: Iterable[tuple[int, str]]) -> None:
-        for client_id, reason in settled:
-            for observer in list(self.settled):
-                self._call(self.settled, observer, client_id, reason)
-
-    @staticmethod
-    def _call(group: list[Callable[..., None]], observer: Callable[..., None], *args: object) -> None:
-        try:
-            observer(*args)
-        except Exception:
-            group.remove(observer)
-            log.exception("an observer raised and was detached: %r", observer)
-
-
 class Frontend:
     """Submits, aborts and calls over a link, and delivers what comes back to the ledger."""
 
@@ -80,12 +55,13 @@ class Frontend:
         world: World | None = None,
         *,
         liveness: Liveness | None = None,
+        observers: Observers | None = None,
         mailbox_bytes: int = 64 << 20,
     ) -> None:
         self.ledger = Ledger(mailbox_bytes)
         self.link = link
         self.world = world
-        self.observers = Observers()
+        self.observers = observers or Observers()
         self.ranks: tuple[Identity, ...] = ()
         self.last_beat: Beat | None = None
         self.last_batch_at: float | None = None
@@ -275,21 +251,22 @@ class Frontend:
 
     # ---------------------------------------------------------------------------------------------------- the end
 
-    def close(self, timeout: float) -> None:
-        """Tells, waits, abandons. Idempotent, from any thread; a second caller waits for the first."""
+    def close(self, timeout: float) -> bool:
+        """Tells, waits, abandons. Idempotent, from any thread; a second caller waits for the first. True for the first."""
         self._closing.set()
         if self._liveness is not None:
             self._liveness.disarm()
         self._apply(self.ledger.sweep(ExecutorClosedError("the executor was shut down")))
         with self._close_lock:
             if self._closed.is_set():
-                return
+                return False
             self._end_world(Deadline(timeout))
             self._closed.set()
             self.link.close()
             for thread in self._threads:
                 if thread is not threading.current_thread() and thread.is_alive():
                     thread.join(DEAD_SHUTDOWN_S)
+        return True
 
     def _end_world(self, deadline: Deadline) -> None:
         owned = self.world is not None and self.world.owned

@@ -26,6 +26,7 @@ from tllm_core.contracts.interfaces import (
 )
 from tllm_core.contracts.messages import Plain
 from tllm_core.errors import Cause, ConfigError, EngineStartError
+from tllm_core.hooks import Hooks
 from tllm_core.registry import Registry
 from tllm_core.wire.link import FrontendLink
 
@@ -39,13 +40,15 @@ class Plan:
         self.engine = engine
         self.transport = transport
         self.launcher = launcher
-        self.registry = registry
+        self.hooks = Hooks(registry)
         self.endpoints: dict[str, str] = {}
 
     @classmethod
     def of(cls, settings: Settings, registry: Registry | None = None) -> Plan:
         """Raises ConfigError or PluginError for a choice that can't be had, or a pair that can't work."""
         registry = registry or Registry()
+        for name in settings.plugins.enable:
+            registry.plugin(name)
         if settings.engine.name is None:
             raise ConfigError(
                 "no engine is chosen; set engine.name in the config file, TLLM_ENGINE__NAME, or pass engine=... "

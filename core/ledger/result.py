@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from asyncio import get_running_loop
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from types import TracebackType
-from typing import Protocol, Self
+from typing import Protocol, Self, TypeAlias
 
 from tllm_core.contracts.messages import (
     FinishReason,
@@ -21,6 +22,8 @@ from tllm_core.contracts.messages import (
 from tllm_core.errors import ResultBusyError
 from tllm_core.ledger.ledger import Finish, Mailbox, Outcome, Tokens, size_of
 from tllm_core.ledger.waiting import Deadline, ThreadWaiter, async_waiter
+
+log = logging.getLogger("tllm_core")
 
 
 class CompletionOutput:
@@ -99,6 +102,9 @@ def _by_token(position: TokenLogprobs) -> dict[int, Logprob]:
     return {logprob.token_id: logprob for logprob in position}
 
 
+ResultFilter: TypeAlias = "Callable[[GenerationResult], None]"
+
+
 class Aborter(Protocol):
     """What a result needs of its executor."""
 
@@ -114,12 +120,15 @@ class GenerationResult:
     what had arrived before them, and again each time. Losing the last reference, or leaving `with result:`, aborts.
     """
 
-    def __init__(self, request: GenerationRequest, mailbox: Mailbox, executor: Aborter) -> None:
+    def __init__(
+        self, request: GenerationRequest, mailbox: Mailbox, executor: Aborter, filters: Sequence[ResultFilter] = ()
+    ) -> None:
         self.request = request
         self.client_id = mailbox.client_id
         self.outputs = [CompletionOutput(index) for index in range(request.sampling.n)]
         self._box = mailbox
         self._executor = executor
+        self._filters = list(filters)
         self._lock = threading.Lock()
         self._updates = 0
         self._seen = 0
@@ -170,6 +179,16 @@ class GenerationResult:
             self._updates += 1
             if self._done is None:
                 self._done = outcome
+            if self._filters:
+                self._filter()
+
+    def _filter(self) -> None:
+        for result_filter in list(self._filters):
+            try:
+                result_filter(self)
+            except Exception:
+                self._filters.remove(result_filter)
+                log.exception("a result filter raised and was detached from request %d", self.client_id)
 
     def _apply(self, item: Tokens | Finish) -> None:
         output = self.outputs[item.index]
