@@ -68,8 +68,10 @@ class Plan:
         )
 
     def world_spec(self, settings: Settings) -> WorldSpec:
+        generation = secrets.randbits(64)
         return WorldSpec(
             engine=self.engine,
+            engine_name=f"engine-{generation:016x}",  # names only tell worlds of one host apart; nobody looks this one up
             engine_options=dict(settings.engine.options),
             transport=settings.transport.name,
             transport_options=dict(settings.transport.options),
@@ -77,7 +79,7 @@ class Plan:
             liveness=msgspec.to_builtins(settings.liveness),
             key=secrets.token_bytes(32),
             owner=secrets.token_bytes(16),
-            generation=secrets.randbits(64),
+            generation=generation,
         )
 
     def connect(self, address: EngineAddress, spec: WorldSpec, settings: Settings) -> FrontendLink:
