@@ -33,9 +33,12 @@ def convert_layer(settings_type: type[S], layer: Layer, prefix: KeyPath) -> tupl
     plain = {path: _plain(settings_type, value, path, len(prefix)) for path, value in layer.items()}
     options = nested({path[len(prefix) :]: value for path, value in plain.items()})
     try:
-        return msgspec.convert(options, settings_type, strict=True), options
+        return msgspec.convert(options, settings_type, strict=True), msgspec.to_builtins(options)
     except msgspec.ValidationError as error:
         _fail(settings_type, str(error), layer, prefix)
+    except ConfigError as error:  # from the settings' own check, which knows no place and names the key first
+        key = str(error).partition(" ")[0]
+        fail(prefix, str(error), _origin(layer, (*prefix, key)))
 
 
 def fail(path: KeyPath, what: str, origin: str = "") -> Never:

@@ -104,4 +104,4 @@ def _leaves(path: KeyPath, value: Any, origin: str) -> Iterator[tuple[KeyPath, V
         for key, inner in value.items():
             yield from _leaves((*path, str(key)), inner, origin)
     else:
-        yield path, Value(value, origin)
+        yield path, Value(os.fspath(value) if isinstance(value, os.PathLike) else value, origin)

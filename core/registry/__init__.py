@@ -75,6 +75,10 @@ class Registry:
         """The entry-point names of that kind, sorted; imports nothing."""
         return sorted({entry.name for entry in self._entries if entry.kind == kind and not self._is_blocked(entry)})
 
+    def origin(self, kind: Kind, name: str) -> str:
+        """The distribution and version that `name` comes from, or "module:Object" as it is; imports nothing."""
+        return name if ":" in name else self._choose(kind, name).origin
+
     def found(self) -> list[Found]:
         """Every entry point with its state. Imports each of them, and activates none."""
         order = sorted(self._entries, key=lambda entry: (KINDS.index(entry.kind), entry.name, entry.distribution))

@@ -19,11 +19,16 @@ from tllm_core.registry import Registry
 PLUGINS = """
 from msgspec import Struct, field
 from tllm_core.contracts.interfaces import Capability, EngineSpec, Launcher, Transport
+from tllm_core.errors import ConfigError
 
 class Fault(Struct, forbid_unknown_fields=True):
     at_step: int = 0
 
 class EngineSettings(Struct, forbid_unknown_fields=True):
+    def __post_init__(self):
+        if self.block_size < 1:
+            raise ConfigError(f"block_size must be at least 1, not {self.block_size}")
+
     model: str | None = None
     block_size: int = 16
     rate: float | None = None
@@ -215,6 +220,7 @@ MOCK = "[engine]\nname = 'mock'\n[engine.mock]\n"
         ("[engine]\nmock = 3", "engine.mock: must be a table of options: [engine.mock]"),
         (MOCK + "blok_size = 1", "engine.mock.blok_size: unknown key (did you mean 'block_size'?)"),
         (MOCK + "block_size = '1'", "engine.mock.block_size: expected int, got str"),
+        (MOCK + "block_size = 0", "engine.mock: block_size must be at least 1, not 0"),
         (MOCK + "fault = {at = 1}", "engine.mock.fault.at: unknown key"),
         (MOCK + "stop_ids = [1, 'x']", "engine.mock.stop_ids[1]: expected int, got str"),
         ("[transport.carier]\nurl = ''", "transport.carier: there is no transport 'carier' (did you mean 'carrier'?)"),
@@ -273,6 +279,12 @@ def test_settings_that_were_loaded_take_further_overrides_and_keep_their_origins
     assert second.plugins.enable == ("metrics",)
     assert second.origins["engine.mock.block_size"] == "tllm.toml"
     assert second.origins["engine.mock.model"] == "keyword"
+
+
+def test_keywords_may_be_paths_and_structs_and_become_plain(load: Any) -> None:
+    fault = sys.modules["config_plugins"].Fault(at_step=3)
+    settings = load(overrides={"engine.name": "mock", "engine.options": {"model": Path("/m"), "fault": fault}})
+    assert settings.engine.options == {"model": "/m", "fault": {"at_step": 3}}
 
 
 def test_options_of_enabled_plugins_are_kept_by_name(load: Any) -> None:
