@@ -73,10 +73,11 @@ class ExecutorClosedError(TllmError):
 class Cause:
     """Why an engine generation ended: which rank, how, and its own last words.
 
-    `exitcode` is negative for a signal, as in `subprocess`. `traceback` is the child's own, as text.
+    `exitcode` is negative for a signal, as in `subprocess`. `traceback` is the child's own, as text. `kind`: the class
+    name of what was raised there, such as "ModelError"; empty where nothing was.
     """
 
-    __slots__ = ("exitcode", "message", "rank", "stderr_tail", "traceback")
+    __slots__ = ("exitcode", "kind", "message", "rank", "stderr_tail", "traceback")
 
     def __init__(
         self,
@@ -86,12 +87,14 @@ class Cause:
         exitcode: int | None = None,
         traceback: str | None = None,
         stderr_tail: str | None = None,
+        kind: str = "",
     ) -> None:
         self.message = message
         self.rank = rank
         self.exitcode = exitcode
         self.traceback = traceback
         self.stderr_tail = stderr_tail
+        self.kind = kind
 
     @classmethod
     def of_exit(

@@ -241,17 +241,26 @@ class Ready(Struct, frozen=True, tag=True):
 
 
 class Failed(Struct, frozen=True, tag=True):
-    """The world did not get ready, or its engine raised: the last event but Exited."""
+    """The world did not get ready, or its engine raised: the last event but Exited.
+
+    `kind`: the class name of what was raised there, such as "ModelError"; empty where nothing was.
+    """
 
     message: str
     rank: int | None = None
     exitcode: int | None = None
     traceback: str | None = None
     stderr_tail: str | None = None
+    kind: str = ""
 
     def cause(self) -> Cause:
         return Cause(
-            self.message, rank=self.rank, exitcode=self.exitcode, traceback=self.traceback, stderr_tail=self.stderr_tail
+            self.message,
+            rank=self.rank,
+            exitcode=self.exitcode,
+            traceback=self.traceback,
+            stderr_tail=self.stderr_tail,
+            kind=self.kind,
         )
 
 
