@@ -1,0 +1,186 @@
+"""Attention in plain torch: any device and type, and the reference for faster backends.
+
+Sequences that decode are computed together: their pages are gathered into a padded block, and the query heads that share a
+kv head are that head's query rows, so that nothing is expanded. Prompts are computed one by one, straight from this
+step's keys and values where they have no context yet.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F  # noqa: N812 - everybody's name for it
+
+from tllm_core.engines.tp.attention import AttentionBackend
+from tllm_core.engines.tp.attention.metadata import AttentionMetadata
+
+_SPLIT_PAGES = 32
+"""Padding pages that cost about as much as one more group's calls; measured."""
+
+
+@dataclass(frozen=True, slots=True)
+class _DecodeGroup:
+    """Sequences of similar length. rows: [size] their tokens, None = all decoding tokens in order.
+
+    pages: [2 * size * pages] rows of the cache viewed as [2 * num_blocks, ...], keys' then values'.
+    """
+
+    rows: torch.Tensor | None
+    size: int
+    pages: torch.Tensor
+    longest: int
+    mask: torch.Tensor | None
+
+
+@dataclass(frozen=True, slots=True)
+class _Chunk:
+    """A piece of a prompt: tokens start:end of the batch. pages, mask: None where it has no context."""
+
+    start: int
+    end: int
+    seq_len: int
+    pages: torch.Tensor | None
+    mask: torch.Tensor | None
+
+
+class TorchAttention(AttentionBackend):
+    """`cache`: [layers, 2, num_blocks, block_size, kv_heads, head_dim], keys at 0 and values at 1 of the second axis."""
+
+    def __init__(
+        self,
+        *,
+        num_layers: int,
+        num_blocks: int,
+        block_size: int,
+        num_kv_heads: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        # Zeros, not empty: rows that were never written are multiplied by a weight of zero, and NaN * 0 is NaN.
+        self.cache = torch.zeros(
+            num_layers, 2, num_blocks, block_size, num_kv_heads, head_dim, dtype=dtype, device=device
+        )
+        self._rows = [layer.view(2, num_blocks * block_size, num_kv_heads, head_dim) for layer in self.cache]
+        self._pages = [layer.view(2 * num_blocks, -1) for layer in self.cache]
+        self._buffer = torch.empty(0, dtype=dtype, device=device)
+        self._new_kv: tuple[torch.Tensor, torch.Tensor] | None = None
+        self._slots = torch.empty(0, dtype=torch.int64, device=device)
+        self._groups: list[_DecodeGroup] = []
+        self._chunks: list[_Chunk] = []
+        self._num_decodes = 0
+
+    def plan(self, metadata: AttentionMetadata) -> None:
+        self._slots = metadata.slot_mapping.to(self.cache.device, torch.int64)
+        self._num_decodes = metadata.num_decodes
+        page_counts = metadata.kv_indptr.diff().tolist()
+        groups = group_by_length(page_counts[: metadata.num_decodes])
+        self._groups = [self._plan_group(metadata, group, len(groups) == 1) for group in groups]
+        self._chunks = [self._plan_chunk(metadata, i) for i in range(metadata.num_decodes, metadata.num_sequences)]
+
+    def write_kv(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> None:
+        keys, values = self._rows[layer]
+        keys.index_copy_(0, self._slots, k)
+        values.index_copy_(0, self._slots, v)
+        self._new_kv = (k, v)
+
+    def run(self, layer: int, q: torch.Tensor) -> torch.Tensor:
+        tokens, heads, head_dim = q.shape
+        if not self._chunks and len(self._groups) == 1:
+            return self._decode(layer, q, self._groups[0])
+        out = q.new_empty(tokens, heads * head_dim)
+        for group in self._groups:
+            if group.rows is None:
+                out[: self._num_decodes] = self._decode(layer, q[: self._num_decodes], group)
+            else:
+                out.index_copy_(0, group.rows, self._decode(layer, q.index_select(0, group.rows), group))
+        for chunk in self._chunks:
+            self._prefill(layer, q, chunk, out[chunk.start : chunk.end].view(-1, heads, head_dim))
+        return out
+
+    # ------------------------------------------------------------------------------------------------ decode
+
+    def _plan_group(self, metadata: AttentionMetadata, group: list[int], whole: bool) -> _DecodeGroup:
+        members = torch.tensor(group)
+        starts, lengths = metadata.kv_indptr[members], metadata.seq_lens[members]
+        counts = metadata.kv_indptr[members + 1] - starts
+        # A short sequence is padded with its own last page, so that it never reads what others wrote there.
+        columns = torch.arange(int(counts.max())).expand(len(group), -1).minimum(counts.unsqueeze(1) - 1)
+        pages = metadata.kv_indices[starts.unsqueeze(1) + columns].flatten()
+        longest = int(lengths.max())
+        mask = None
+        if int(lengths.min()) != longest:
+            beyond = torch.arange(longest) >= lengths.unsqueeze(1)
+            mask = torch.zeros(beyond.shape, dtype=self.cache.dtype).masked_fill_(beyond, float("-inf"))
+            mask = mask.view(len(group), 1, 1, longest).to(self.cache.device)
+        return _DecodeGroup(
+            rows=None if whole else members.to(self.cache.device),
+            size=len(group),
+            pages=self._both(pages),
+            longest=longest,
+            mask=mask,
+        )
+
+    def _decode(self, layer: int, q: torch.Tensor, group: _DecodeGroup) -> torch.Tensor:
+        k, v = self._gather(layer, group.pages, group.size, group.longest)
+        kv_heads, head_dim = k.shape[1], k.shape[3]
+        grouped = q.view(group.size, kv_heads, -1, head_dim)
+        return F.scaled_dot_product_attention(grouped, k, v, attn_mask=group.mask).reshape(group.size, -1)
+
+    # ----------------------------------------------------------------------------------------------- prefill
+
+    def _plan_chunk(self, metadata: AttentionMetadata, i: int) -> _Chunk:
+        start, end = metadata.qo_indptr[i : i + 2].tolist()
+        seq_len = int(metadata.seq_lens[i])
+        if seq_len == end - start:
+            return _Chunk(start, end, seq_len, None, None)
+        first, last = metadata.kv_indptr[i : i + 2].tolist()
+        own = metadata.positions[start:end].unsqueeze(1)
+        mask = (torch.arange(seq_len) <= own).to(self.cache.device)
+        return _Chunk(start, end, seq_len, self._both(metadata.kv_indices[first:last]), mask)
+
+    def _prefill(self, layer: int, q: torch.Tensor, chunk: _Chunk, out: torch.Tensor) -> None:
+        queries = q[chunk.start : chunk.end].transpose(0, 1).unsqueeze(0)
+        if chunk.pages is None:
+            assert self._new_kv is not None
+            k, v = (new[chunk.start : chunk.end].transpose(0, 1).unsqueeze(0) for new in self._new_kv)
+        else:
+            k, v = self._gather(layer, chunk.pages, 1, chunk.seq_len)
+        result = F.scaled_dot_product_attention(
+            queries, k, v, attn_mask=chunk.mask, is_causal=chunk.mask is None, enable_gqa=True
+        )
+        out.copy_(result[0].transpose(0, 1))
+
+    # ------------------------------------------------------------------------------------------------- pages
+
+    def _both(self, pages: torch.Tensor) -> torch.Tensor:
+        return torch.cat((pages, pages + self.cache.shape[2])).to(self.cache.device)
+
+    def _gather(self, layer: int, pages: torch.Tensor, size: int, length: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values, [size, kv_heads, length, head_dim] each: views of a buffer that the next call overwrites."""
+        source = self._pages[layer]
+        count = pages.shape[0] * source.shape[1]
+        if self._buffer.numel() < count:
+            self._buffer = self._buffer.new_empty(2 * count)
+        into = self._buffer[:count].view(pages.shape[0], source.shape[1])
+        torch.index_select(source, 0, pages, out=into)
+        kv_heads, head_dim = self.cache.shape[4:]
+        both = into.view(2, size, -1, kv_heads, head_dim)[:, :, :length].transpose(2, 3)
+        return both[0], both[1]
+
+
+def group_by_length(page_counts: list[int]) -> list[list[int]]:
+    """Splits sequences, by index, so that padding each group to its longest costs little; one group keeps their order."""
+    if not page_counts:
+        return []
+    order = sorted(range(len(page_counts)), key=page_counts.__getitem__, reverse=True)
+    remaining = sum(page_counts)
+    groups: list[list[int]] = [[]]
+    longest = page_counts[order[0]]
+    for place, i in enumerate(order):
+        padding = longest * (len(order) - place) - remaining
+        if page_counts[i] * 2 <= longest and padding >= _SPLIT_PAGES:
+            groups.append([])
+            longest = page_counts[i]
+        groups[-1].append(i)
+        remaining -= page_counts[i]
+    return groups if len(groups) > 1 else [list(range(len(page_counts)))]

@@ -1,0 +1,60 @@
+"""GGUF to a Hugging Face directory, by transformers. The only place of this engine that imports it, and only when asked."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from tllm_core.errors import ModelError
+
+Progress = Callable[[str, float | None], None]
+
+_MAGIC = b"GGUF"
+
+
+def convert_gguf(source: Path, target: Path, eos_token_ids: Sequence[int], progress: Progress) -> None:
+    """Writes config, float32 safetensors, tokenizer and chat template into `target`: exactly the values of the GGUF.
+
+    `eos_token_ids`: what ends a generation, () = what the file says. Raises ModelError for a file that can't be read.
+    """
+    check_gguf(source)
+    progress("loading the converter", None)
+    try:
+        import torch
+        from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+        from transformers.utils import logging
+    except ImportError as error:
+        raise ModelError(f"converting {source.name} needs transformers: pip install 'tllm-core[engine]' ({error})") from None
+    logging.disable_progress_bar()
+    directory, file = str(source.parent), source.name
+    progress("converting the tokenizer", None)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(directory, gguf_file=file)
+        progress("converting the weights", None)
+        # Without `dequantize` the model counts as quantized, and save_pretrained refuses it.
+        model = AutoModelForCausalLM.from_pretrained(
+            directory, gguf_file=file, dtype=torch.float32, quantization_config=GgufConfig(dequantize=True)
+        )
+    except (ValueError, KeyError, RuntimeError, EOFError, IndexError, NotImplementedError, ImportError) as error:
+        raise ModelError(f"{source} can't be converted: {type(error).__name__}: {error}") from None
+    ids = list(eos_token_ids) or [tokenizer.eos_token_id]
+    model.generation_config.eos_token_id = ids[0] if len(ids) == 1 else ids
+    progress("writing the converted model", None)
+    model.save_pretrained(target)
+    tokenizer.save_pretrained(target)
+
+
+def check_gguf(source: Path) -> None:
+    """Raises ModelError for a file that is no GGUF, or is shorter than its own table of tensors says."""
+    with source.open("rb") as file:
+        if file.read(4) != _MAGIC:
+            raise ModelError(f"{source} is no GGUF file")
+    try:
+        from gguf import GGUFReader
+    except ImportError as error:
+        raise ModelError(f"reading {source.name} needs gguf: pip install 'tllm-core[engine]' ({error})") from None
+    try:
+        reader = GGUFReader(source)
+        whole = all(tensor.data_offset + tensor.n_bytes <= source.stat().st_size for tensor in reader.tensors)
+    except (ValueError, IndexError, KeyError, OverflowError):
+        whole = False
+    if not whole:
+        raise ModelError(f"{source} is truncated or damaged; fetch it again")

@@ -1,0 +1,67 @@
+"""Matrix products with weights: packed once for the CPU's kernels, plain elsewhere.
+
+Why packed: with few rows (decoding) torch's own float32 product reaches half of what memory allows and its bfloat16 one,
+on CPUs without bfloat16 arithmetic, computes row by row. oneDNN with weights in its own order is at the limit for both.
+"""
+
+import torch
+import torch.nn.functional as F  # noqa: N812 - everybody's name for it
+
+_EXPECTED_ROWS = 512
+"""Rows that oneDNN packs for; measured as good as smaller guesses at 1 to 512 rows."""
+
+
+def has_native_bfloat16() -> bool:
+    """Whether this CPU multiplies bfloat16 itself (AVX512_BF16, AMX, or Arm's BF16)."""
+    if torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported():
+        return True
+    return torch.backends.cpu.get_cpu_capability().startswith("SVE") and _onednn_bfloat16()
+
+
+def arithmetic_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
+    """What activations, products and the KV cache use where weights are `dtype`.
+
+    On a CPU without bfloat16 (or any float16) arithmetic it is float32: the weights are rounded to `dtype`, and nothing is
+    rounded after them. That is at least as exact as the asked type and several times faster than emulating it.
+    """
+    if device.type != "cpu" or dtype == torch.float32:
+        return dtype
+    return torch.bfloat16 if dtype == torch.bfloat16 and has_native_bfloat16() else torch.float32
+
+
+def _onednn_bfloat16() -> bool:
+    return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+
+
+def _packs(weight: torch.Tensor) -> bool:
+    if weight.device.type != "cpu" or not torch.backends.mkldnn.is_available():
+        return False
+    return weight.dtype == torch.float32 or (weight.dtype == torch.bfloat16 and _onednn_bfloat16())
+
+
+class Linear:
+    """`x @ weight.T + bias` for x [rows, in_features]; weight [out_features, in_features], bias [out_features] or None.
+
+    Takes the weight over: where it is packed, the plain one is not kept.
+    """
+
+    __slots__ = ("bias", "packed", "weight")
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
+        self.packed = _packs(weight)
+        self.weight = torch.ops.mkldnn._reorder_linear_weight(weight, _EXPECTED_ROWS) if self.packed else weight
+        self.bias = bias
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """[rows, out_features]."""
+        if self.packed:
+            y: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, self.weight, self.bias, "none", [], "")
+            return y
+        return F.linear(x, self.weight, self.bias)
+
+    def add_to(self, residual: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        """`residual` [rows, out_features] plus the product, in one kernel where that exists."""
+        if self.packed:
+            y: torch.Tensor = torch.ops.mkldnn._linear_pointwise.binary(x, residual, self.weight, self.bias, "add")
+            return y
+        return residual + F.linear(x, self.weight, self.bias)

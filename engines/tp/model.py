@@ -1,0 +1,146 @@
+"""The Llama family on flat batches: activations are [tokens, hidden], whatever sequences they belong to."""
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F  # noqa: N812 - everybody's name for it
+
+from tllm_core.engines.tp.attention import AttentionBackend
+from tllm_core.engines.tp.config import ModelConfig
+from tllm_core.engines.tp.linear import Linear, arithmetic_dtype
+from tllm_core.engines.tp.rope import rope_table, rotate, rotation
+from tllm_core.engines.tp.weights import Checkpoint
+
+
+class Layer:
+    """One decoder layer: attention and a gated MLP, each added to the residual stream."""
+
+    __slots__ = ("_config", "attention_norm", "down", "gate_up", "index", "mlp_norm", "out", "qkv")
+
+    def __init__(self, loader: "_Loader", index: int) -> None:
+        config = loader.config
+        prefix = f"model.layers.{index}."
+        q, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+        hidden, inner = config.hidden_size, config.intermediate_size
+        attention, mlp = prefix + "self_attn.", prefix + "mlp."
+        self._config = config
+        self.index = index
+        self.attention_norm = loader.vector(prefix + "input_layernorm.weight", hidden)
+        self.mlp_norm = loader.vector(prefix + "post_attention_layernorm.weight", hidden)
+        self.qkv = loader.linear(
+            [attention + "q_proj", attention + "k_proj", attention + "v_proj"],
+            [q, kv, kv],
+            hidden,
+            config.attention_bias,
+        )
+        self.out = loader.linear([attention + "o_proj"], [hidden], q, config.attention_bias)
+        self.gate_up = loader.linear([mlp + "gate_proj", mlp + "up_proj"], [inner, inner], hidden, config.mlp_bias)
+        self.down = loader.linear([mlp + "down_proj"], [hidden], inner, config.mlp_bias)
+
+    def __call__(
+        self,
+        x: torch.Tensor,
+        rotation: tuple[torch.Tensor, torch.Tensor],
+        attention: AttentionBackend,
+        rows: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """[tokens, hidden] -> the same, or only `rows` of it: keys and values are stored for all tokens either way."""
+        config = self._config
+        qkv = self.qkv(self._norm(x, self.attention_norm))
+        heads = qkv.view(x.shape[0], config.num_heads + 2 * config.num_kv_heads, config.head_dim)
+        rotated = rotate(heads[:, : -config.num_kv_heads], *rotation)
+        q, k = rotated.split((config.num_heads, config.num_kv_heads), dim=1)
+        attention.write_kv(self.index, k, heads[:, -config.num_kv_heads :])
+        mixed = attention.run(self.index, q)
+        if rows is not None:
+            x, mixed = x.index_select(0, rows), mixed.index_select(0, rows)
+        x = self.out.add_to(x, mixed)
+        gate, up = self.gate_up(self._norm(x, self.mlp_norm)).chunk(2, dim=-1)
+        return self.down.add_to(x, F.silu(gate).mul_(up))
+
+    def _norm(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return F.rms_norm(x, weight.shape, weight, self._config.rms_norm_eps)
+
+
+class Llama:
+    """A decoder with rotary positions, RMS norms, gated MLP and grouped-query attention."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        checkpoint: Checkpoint,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        max_positions: int,
+        progress: Callable[[float], None] = lambda done: None,
+    ) -> None:
+        """Loads. `dtype` is what weights are rounded to; see `arithmetic_dtype` for what they are computed in.
+
+        `progress` is given the share that is loaded. Raises ModelError as Checkpoint does.
+        """
+        loader = _Loader(config, checkpoint, dtype, device)
+        self.config = config
+        self.dtype = loader.arithmetic
+        self.embedding = loader.embedding()
+        self.layers: list[Layer] = []
+        for index in range(config.num_layers):
+            self.layers.append(Layer(loader, index))
+            progress((index + 1) / (config.num_layers + 1))
+        self.norm = loader.vector("model.norm.weight", config.hidden_size)
+        head = "model.embed_tokens" if config.tie_word_embeddings else "lm_head"
+        self.head = loader.linear([head], [config.vocab_size], config.hidden_size, False)
+        self.rope = rope_table(config.rope, config.head_dim, max_positions).to(device)
+        progress(1.0)
+
+    @torch.inference_mode()
+    def forward(
+        self,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        logits_rows: torch.Tensor | None,
+        attention: AttentionBackend,
+    ) -> torch.Tensor:
+        """float32 logits [rows, vocab] of `logits_rows` (int32 indexes into the batch; None = all tokens).
+
+        token_ids, positions: int32 [tokens]. `attention` was planned for this batch.
+        """
+        x = F.embedding(token_ids, self.embedding).to(self.dtype)
+        turn = rotation(self.rope, positions, self.dtype)
+        for layer in self.layers[:-1]:
+            x = layer(x, turn, attention)
+        x = self.layers[-1](x, turn, attention, logits_rows)
+        x = F.rms_norm(x, self.norm.shape, self.norm, self.config.rms_norm_eps)
+        return self.head(x).float()
+
+
+class _Loader:
+    """Names, shapes and types of the weights, in one place."""
+
+    def __init__(self, config: ModelConfig, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> None:
+        self.config = config
+        self.arithmetic = arithmetic_dtype(dtype, device)
+        self._checkpoint, self._dtype, self._device = checkpoint, dtype, device
+
+    def vector(self, name: str, size: int) -> torch.Tensor:
+        return self._checkpoint.stacked([name], [[size]], self._dtype, self.arithmetic).to(self._device)
+
+    def linear(self, names: list[str], rows: list[int], columns: int, bias: bool) -> Linear:
+        """One product for weights of equal input, stacked in the order of `names`."""
+        weights, shapes = [f"{name}.weight" for name in names], [[r, columns] for r in rows]
+        weight = self._checkpoint.stacked(weights, shapes, self._dtype, self.arithmetic).to(self._device)
+        if not bias:
+            return Linear(weight)
+        biases = [f"{name}.bias" for name in names]
+        return Linear(
+            weight,
+            self._checkpoint.stacked(biases, [[r] for r in rows], self._dtype, self.arithmetic).to(self._device),
+        )
+
+    def embedding(self) -> torch.Tensor:
+        """[vocab, hidden], in the narrower of the stored and the asked type: rows are widened as they are looked up."""
+        name = "model.embed_tokens.weight"
+        stored = self._checkpoint.dtype(name)
+        dtype = stored if stored.itemsize < self._dtype.itemsize else self._dtype
+        shape = [self.config.vocab_size, self.config.hidden_size]
+        return self._checkpoint.tensor(name, shape, dtype).to(self._device)
