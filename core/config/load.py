@@ -96,6 +96,7 @@ def _names(layers: Sequence[Layer]) -> dict[str, Value]:
     for section, name in names.items():
         if name.origin and (not isinstance(name.value, str) or not name.value):
             fail((section, "name"), 'must be a name or "module:Object"', name.origin)
+    names = {section: Value(name.value and str(name.value), name.origin) for section, name in names.items()}
     return names | _implied(names["transport"].value, names["launcher"].value)
 
 

@@ -1,0 +1,62 @@
+"""The command line: `tllm VERB`. Verbs are thin; what they do is in the library.
+
+Exit codes: 0 done, 1 failed, 2 wrong use, setting or input, 130 interrupted. A reader that closes the pipe is no failure.
+"""
+
+import os
+import signal
+import sys
+import traceback
+from collections.abc import Sequence
+from types import FrameType
+from typing import Never
+
+from tllm_core.errors import ConfigError, EngineDeadError, RequestError, TllmError
+
+OK, FAILED, WRONG_USE, INTERRUPTED = 0, 1, 2, 128 + signal.SIGINT
+
+_CONFIG_ERRORS = ("ConfigError", "PluginError", "Broken", "MissingExtra", "ModelError")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one verb and returns the exit code."""
+    from tllm_core.cli.arguments import parse
+
+    signal.signal(signal.SIGTERM, _terminated)
+    debug = False
+    try:
+        arguments = parse(sys.argv[1:] if argv is None else list(argv))
+        debug = getattr(arguments, "debug", False)
+        code = int(arguments.run(arguments) or OK)
+        sys.stdout.flush()
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except BrokenPipeError:
+        # What is still buffered has nowhere to go; the interpreter's own last flush must not stumble over it.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return OK
+    except TllmError as error:
+        if debug:
+            traceback.print_exc()
+        return _report(error)
+    return code
+
+
+def _report(error: TllmError) -> int:
+    print(f"tllm: {describe(error)}", file=sys.stderr)
+    # A model that can't be used, for one, is found out in the engine's process, where what was raised was a ConfigError.
+    raised = error.root_cause.kind if isinstance(error, EngineDeadError) else ""
+    return WRONG_USE if isinstance(error, ConfigError | RequestError) or raised in _CONFIG_ERRORS else FAILED
+
+
+def describe(error: TllmError) -> str:
+    """The error in words; of a dead engine its cause, with the end of its stderr where it left no message of its own."""
+    if not isinstance(error, EngineDeadError):
+        return str(error)
+    cause = error.root_cause
+    tail = (cause.stderr_tail or "").strip()
+    return f"{cause.message}\n{tail}" if tail and not cause.traceback else cause.message
+
+
+def _terminated(number: int, frame: FrameType | None) -> Never:
+    sys.exit(128 + number)

@@ -1,0 +1,140 @@
+"""`tllm plugins`, `config` and `explain`: what is there, what is set, and what would be started."""
+
+import argparse
+import json
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from tllm_core.cli.arguments import add_common, add_debug, no_engine, settings_of
+from tllm_core.cli.terminal import running, table
+from tllm_core.contracts.interfaces import Capability
+from tllm_core.errors import ConfigError
+from tllm_core.registry import Registry, load_object
+
+if TYPE_CHECKING:
+    from tllm_core.config import Settings
+
+Line = tuple[str, str, str]
+
+
+def add_plugins(parser: argparse.ArgumentParser) -> None:
+    """Adds the options of `tllm plugins`."""
+    parser.add_argument("--json", action="store_true", help="print one JSON list")
+    add_debug(parser)
+
+
+def plugins(arguments: argparse.Namespace) -> int:
+    """Prints every entry point: name, kind, distribution, version, state."""
+    import msgspec
+
+    found = Registry().found()
+    if arguments.json:
+        print(json.dumps(msgspec.to_builtins(found), indent=2))
+        return 0
+    rows = [("NAME", "KIND", "DISTRIBUTION", "VERSION", "STATE")]
+    for item in found:
+        state = f"{item.status}: {item.detail}" if item.detail else item.status
+        rows.append((item.name, item.kind, item.distribution, item.version, state))
+    table(rows)
+    return 0
+
+
+def add_config(parser: argparse.ArgumentParser) -> None:
+    """Adds the options of `tllm config`."""
+    parser.add_argument("--json", action="store_true", help="print one JSON object: key -> value and origin")
+    add_common(parser)
+
+
+def config(arguments: argparse.Namespace) -> int:
+    """Prints every setting with its value and origin, secrets masked."""
+    from tllm_core.config import shown_settings
+
+    registry = Registry()
+    lines = shown_settings(settings_of(arguments, registry), registry)
+    if arguments.json:
+        print(json.dumps({line.key: {"value": line.value, "origin": line.origin} for line in lines}, indent=2))
+        return 0
+    table([(line.key, json.dumps(line.value, ensure_ascii=False), line.origin) for line in lines])
+    return 0
+
+
+def add_explain(parser: argparse.ArgumentParser) -> None:
+    """Adds the options of `tllm explain`."""
+    parser.add_argument("--start", action="store_true", help="really start it, and show its processes and sockets")
+    add_common(parser)
+
+
+def explain(arguments: argparse.Namespace) -> int:
+    """Prints what would be started, or with `--start` is, and why."""
+    registry = Registry()
+    settings = settings_of(arguments, registry)
+    if settings.engine.name is None and settings.attach.file is None:
+        settings = settings_of(arguments, registry, needs_engine=True)
+    table([*_choices(settings, registry), *_processes(settings, registry)])
+    _check(settings, registry)
+    if arguments.start:
+        with running(settings, lines=True) as executor:
+            print()
+            table(list(_facts("", executor.describe())))
+    return 0
+
+
+def _choices(settings: "Settings", registry: Registry) -> Iterator[Line]:
+    for section in ("launcher", "transport", "engine"):
+        name = getattr(settings, section).name
+        if name is None:
+            raise ConfigError(no_engine(registry))
+        why = settings.origins.get(f"{section}.name", _DEFAULTS.get(section, "default"))
+        yield section, name, f"from {registry.origin(section, name)}; chosen by {why}"
+    prefix = f"engine.{settings.engine.name}.model"
+    model = _engine_settings(settings, registry).get("model")
+    if model is not None:
+        yield "model", str(model), f"chosen by {settings.origins.get(prefix, 'default of the engine')}"
+
+
+_DEFAULTS = {"transport": "default: works between processes", "launcher": "default: processes on this host"}
+
+
+def _processes(settings: "Settings", registry: Registry) -> Iterator[Line]:
+    transport = registry.transport(settings.transport.name)
+    if Capability.CROSS_PROCESS not in registry.launcher(settings.launcher.name).needs:
+        yield "processes", "1", "the engine runs in a thread of this process"
+    else:
+        ranks = _world_size(settings, registry)
+        yield "processes", str(ranks + 2), f"this one, a watcher, {ranks} {'rank' if ranks == 1 else 'ranks'}"
+    capabilities = ", ".join(str(item.name) for item in transport.capabilities) or "none"
+    yield "sockets", settings.transport.name, f"bound when it starts; capabilities: {capabilities}"
+
+
+def _engine_settings(settings: "Settings", registry: Registry) -> dict[str, Any]:
+    import msgspec
+
+    from tllm_core.config import convert_options
+
+    spec = registry.engine(str(settings.engine.name))
+    options = convert_options(spec.settings_type, settings.engine.options, f"engine.{settings.engine.name}")
+    return {item.name: getattr(options, item.name) for item in msgspec.structs.fields(options)}
+
+
+def _world_size(settings: "Settings", registry: Registry) -> int:
+    from tllm_core.config import convert_options
+
+    spec = registry.engine(str(settings.engine.name))
+    if spec.world_size is None:
+        return 1
+    options = convert_options(spec.settings_type, settings.engine.options, f"engine.{settings.engine.name}")
+    return int(load_object(spec.world_size)(options))
+
+
+def _check(settings: "Settings", registry: Registry) -> None:
+    from tllm_core.plan import Plan
+
+    Plan.of(settings, registry)
+
+
+def _facts(prefix: str, facts: Any) -> Iterator[tuple[str, str]]:
+    if isinstance(facts, dict) and facts:
+        for key, value in facts.items():
+            yield from _facts(f"{prefix}.{key}".lstrip("."), value)
+    else:
+        yield prefix, facts if isinstance(facts, str) else json.dumps(facts)

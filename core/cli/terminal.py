@@ -1,0 +1,92 @@
+"""What people see while they wait, and the end of a world that was started for one command."""
+
+import contextlib
+import signal
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, TextIO
+
+from tllm_core.contracts.interfaces import Phase
+from tllm_core.errors import ConfigError
+
+if TYPE_CHECKING:
+    from tllm_core.config import Settings
+    from tllm_core.executor import GenerationExecutor
+
+SHUTDOWN_S = 1.0
+CLEAR = "\r\x1b[K"
+
+
+class Progress:
+    """Shows what start-up is doing on one line of a terminal; elsewhere a line for each new phase, where `lines`."""
+
+    def __init__(self, stream: TextIO | None = None, *, lines: bool = False) -> None:
+        self._stream = sys.stderr if stream is None else stream
+        self._lines = lines
+        self._terminal = self._stream.isatty()
+        self._shown = ""
+
+    def __call__(self, phase: Phase) -> None:
+        if phase.rank > 0:
+            return
+        if self._terminal:
+            done = "" if phase.done is None else f" {phase.done:.0%}"
+            self._write(f"{CLEAR}{phase.name}{done}")
+        elif self._lines and phase.name != self._shown:
+            self._write(f"{phase.name}\n")
+        self._shown = phase.name
+
+    def clear(self) -> None:
+        """Leaves the line empty for what comes next."""
+        if self._terminal and self._shown:
+            self._write(CLEAR)
+
+    def _write(self, text: str) -> None:
+        self._stream.write(text)
+        self._stream.flush()
+
+
+@contextlib.contextmanager
+def running(settings: "Settings", *, lines: bool = False) -> Iterator["GenerationExecutor"]:
+    """A world for one command: progress while it starts, and gone within a second however the command ends."""
+    from tllm_core.executor import GenerationExecutor
+
+    progress = Progress(lines=lines)
+    try:
+        executor = GenerationExecutor.create(settings, on_phase=progress)
+    finally:
+        progress.clear()
+    try:
+        yield executor
+    finally:
+        with _uninterrupted():
+            executor.shutdown(timeout=SHUTDOWN_S)
+
+
+@contextlib.contextmanager
+def _uninterrupted() -> Iterator[None]:
+    # The end is bounded, so that an impatient second Ctrl-C can only leave something behind.
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def table(rows: Sequence[Sequence[str]], write: Callable[[str], object] = print) -> None:
+    """Prints rows in columns; the last column is as wide as it likes."""
+    if rows:
+        widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+        for row in rows:
+            cells = [cell.ljust(width) for cell, width in zip(row[:-1], widths, strict=False)]
+            write("  ".join([*cells, row[-1]]).rstrip())
+
+
+def prompt_text(prompt: str) -> str:
+    """The prompt, read from standard input where it is "-"."""
+    if prompt != "-":
+        return prompt
+    try:
+        return sys.stdin.read()
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"standard input is not UTF-8 text, at byte {error.start}") from None
