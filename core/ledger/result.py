@@ -74,11 +74,6 @@ class CompletionOutput:
     def logprobs_diff(self) -> list[dict[int, Logprob]]:
         return [] if self.logprobs is None else self.logprobs[self._from : self._to]
 
-    def seen(self) -> None:
-        """The iterating consumer is about to see everything up to here."""
-        self._from = self._to
-        self._to = len(self.token_ids)
-
     def add_extra(self, extra: RowExtra) -> None:
         if extra.logprobs is not None:
             if self.logprobs is None:
@@ -211,8 +206,9 @@ class GenerationResult:
         done = self._done
         if self._updates != self._seen:
             self._seen = self._updates
-            for output in self.outputs:
-                output.seen()
+            for output in self.outputs:  # what it saw before and what it sees now bound the diffs
+                output._from = output._to
+                output._to = len(output.token_ids)
             if done is None or done.error is None or self._has_news():
                 return True
         self._raise_error()
@@ -258,10 +254,11 @@ class GenerationResult:
         if self._busy:
             raise self._busy_error()
         self._iterated = self._busy = True
+        box = self._box
         try:
-            while self._must_wait():
-                self._box.waiter = future = get_running_loop().create_future()
-                if self._must_wait():
+            while not box.rows and self._must_wait():
+                box.waiter = future = get_running_loop().create_future()
+                if not box.rows and self._must_wait():
                     await future
             if self._advance():
                 return self
