@@ -1,0 +1,65 @@
+# make demo        a virtual environment, the package, and a real model's first answer
+# make test        a virtual environment, the package, and the whole check
+# make check-fast  the whole check less the slow parts: no model, no wheel
+# make lint        ruff, mypy and the import rules alone
+# make clean       removes what these made
+#
+# PYTHON       which Python 3.11 or newer makes the environment      (python3)
+# VENV         where it is                                           (.venv)
+# TORCH_INDEX  an index of torch builds; set it on a machine without a GPU:
+#              make demo TORCH_INDEX=https://download.pytorch.org/whl/cpu
+
+PYTHON ?= python3
+VENV ?= .venv
+TORCH_INDEX ?=
+
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+INSTALL := $(PIP) install --quiet --constraint constraints.txt
+SOURCES := pyproject.toml setup.py constraints.txt
+LINKED := PYTHONPATH=.typing
+
+.PHONY: demo test check-fast lint typing clean
+.DELETE_ON_ERROR:
+
+demo: $(VENV)/.demo
+	$(BIN)/tllm demo
+
+test: $(VENV)/.test lint
+	$(BIN)/python -m pytest
+
+check-fast: $(VENV)/.test lint
+	$(BIN)/python -m pytest -m "not model" --ignore=tests/packaging
+
+lint: $(VENV)/.test typing
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+	$(LINKED) $(BIN)/lint-imports
+
+# The folders under their import names, as type checkers and import-linter need them.
+typing: $(VENV)/.test
+	$(BIN)/python tools/typing_root.py
+
+$(VENV)/.venv:
+	@$(PYTHON) -c 'import sys; sys.exit("tllm-core needs Python 3.11 or newer; set PYTHON" if sys.version_info < (3, 11) else 0)'
+	$(PYTHON) -m venv $(VENV)
+	touch $@
+
+# torch first and alone where an index for it is given, so that nothing else is taken from there.
+$(VENV)/.torch: $(VENV)/.venv constraints.txt
+	$(if $(TORCH_INDEX),$(INSTALL) --extra-index-url $(TORCH_INDEX) torch)
+	touch $@
+
+$(VENV)/.demo: $(VENV)/.torch $(SOURCES)
+	@echo "installing into $(VENV); the first time takes a few minutes"
+	$(INSTALL) --editable ".[engine,uvloop]"
+	touch $@
+
+$(VENV)/.test: $(VENV)/.torch $(SOURCES)
+	@echo "installing into $(VENV); the first time takes a few minutes"
+	$(INSTALL) --editable ".[test]"
+	touch $@
+
+clean:
+	rm -rf $(VENV) .typing build dist tllm_core.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

@@ -1,0 +1,91 @@
+"""What is built is what is there, and it works where nothing but it is installed."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tomllib
+import venv
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+FOLDERS: dict[str, str] = PYPROJECT["tool"]["setuptools"]["package-dir"]
+SHIPPED = (".py", ".typed", ".json", ".lua")
+
+
+def run(*command: str | Path, cwd: Path, timeout: float = 300) -> str:
+    environ = {key: value for key, value in os.environ.items() if not key.startswith(("PYTHON", "TLLM_"))}
+    done = subprocess.run(
+        [str(part) for part in command],
+        cwd=cwd,
+        env=environ,
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        check=False,
+    )
+    assert done.returncode == 0, f"{command} ended with {done.returncode}\n{done.stdout}\n{done.stderr}"
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Built from the sdist, as a release is, in a copy: a build leaves files behind in its tree."""
+    tree, built = tmp_path_factory.mktemp("source") / "tree", tmp_path_factory.mktemp("dist")
+    ignored = shutil.ignore_patterns(".*", "__pycache__", "*.egg-info", "build", "dist")
+    shutil.copytree(ROOT, tree, ignore=ignored, symlinks=True)
+    run(sys.executable, "-m", "build", "--outdir", built, tree, cwd=built)
+    return next(built.glob("*.whl"))
+
+
+def test_the_wheel_holds_exactly_the_tree(wheel: Path) -> None:
+    expected = {
+        f"{package.replace('.', '/')}/{path.relative_to(ROOT / folder).as_posix()}"
+        for package, folder in FOLDERS.items()
+        for path in (ROOT / folder).rglob("*")
+        if (path.is_file() and path.suffix in SHIPPED) or path.name == "py.typed"
+    }
+    with zipfile.ZipFile(wheel) as archive:
+        found = {name for name in archive.namelist() if ".dist-info/" not in name}
+    assert found == expected
+
+
+def test_no_other_kind_of_file_lies_in_a_package_and_would_be_left_out() -> None:
+    left_out = [
+        path
+        for folder in FOLDERS.values()
+        for path in (ROOT / folder).rglob("*")
+        if path.is_file() and path.suffix not in SHIPPED and path.name != "py.typed" and "__pycache__" not in path.parts
+    ]
+    assert left_out == []
+
+
+@pytest.fixture(scope="module")
+def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The bin folder of an environment with the wheel and its base dependencies alone."""
+    folder = tmp_path_factory.mktemp("fresh")
+    venv.create(folder / "venv", with_pip=True, symlinks=True)
+    binaries = folder / "venv" / "bin"
+    run(binaries / "python", "-m", "pip", "install", "--quiet", "-c", ROOT / "constraints.txt", wheel, cwd=folder)
+    return binaries
+
+
+def test_the_installed_wheel_lists_its_plugins_and_none_is_broken(installed: Path, tmp_path: Path) -> None:
+    found = json.loads(run(installed / "tllm", "plugins", "--json", cwd=tmp_path))
+    states = {(item["kind"], item["name"]): item["status"] for item in found}
+    assert states["transport", "zmq"] == states["engine", "echo"] == states["launcher", "spawn"] == "ok"
+    assert set(states.values()) <= {"ok", "missing extra"}
+
+
+def test_the_installed_wheel_makes_a_round_trip_between_processes(installed: Path, tmp_path: Path) -> None:
+    printed = run(installed / "tllm", "check", "--engine", "echo", "--transport", "zmq", cwd=tmp_path)
+    assert "round trip  ok" in printed
+
+
+def test_the_versions_that_were_tested_satisfy_what_is_required(installed: Path, tmp_path: Path) -> None:
+    run(installed / "python", "-m", "pip", "check", cwd=tmp_path)
