@@ -7,11 +7,11 @@ import gc
 import itertools
 import os
 import secrets
+import tempfile
 import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -63,18 +63,20 @@ class Lane:
 
 
 @pytest.fixture(params=["inproc", "zmq-ipc", "zmq-tcp"])
-def make_transport(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[..., Transport]:
+def make_transport(request: pytest.FixtureRequest) -> Iterator[Callable[..., Transport]]:
     """Makes the transport under test; `queue_frames` bounds what it holds for one receiver, where given."""
 
     def make(queue_frames: int | None = None) -> Transport:
         if request.param == "inproc":
             return InprocTransport(InprocSettings(**({} if queue_frames is None else {"queue_frames": queue_frames})))
-        options: dict[str, Any] = {"directory": str(tmp_path / "zmq"), "protocol": request.param.removeprefix("zmq-")}
+        options: dict[str, Any] = {"directory": directory, "protocol": request.param.removeprefix("zmq-")}
         if queue_frames is not None:
             options["high_water_frames"] = queue_frames
         return ZmqTransport(ZmqSettings(**options))
 
-    return make
+    with tempfile.TemporaryDirectory(prefix="tllm") as directory:
+        yield make
+        assert os.listdir(directory) == []
 
 
 @pytest.fixture
@@ -211,7 +213,7 @@ def test_a_blocked_receive_is_ended_by_a_frame(lane: Lane) -> None:
 
 def test_a_blocked_receive_gets_a_frame_although_its_port_sends_all_the_time(lane: Lane) -> None:
     peer, frontend = lane.frontend()
-    for number in range(300):
+    for number in range(50):
         thread, outcome = in_thread(lambda: frontend.receive(PATIENCE_S))
         lane.engine.send(peer, [b"%d" % number])
         while not outcome:

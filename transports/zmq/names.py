@@ -66,7 +66,7 @@ class HeldName:
                 )
             os.ftruncate(self._fd, 0)
             os.write(self._fd, f"{os.getpid()}\n".encode())
-            _sweep(directory)
+            _sweep(directory, self._lock_path)
 
     @staticmethod
     def socket_path_of(directory: Path, engine: str, generation: int) -> Path:
@@ -128,10 +128,12 @@ def _try_lock(path: Path, create: bool) -> int | None:
         os.close(fd)  # its holder removed it between our open and our lock
 
 
-def _sweep(directory: Path) -> None:
-    """Removes the files of dead holders; the directory is locked."""
+def _sweep(directory: Path, own: Path) -> None:
+    """Removes the files of dead holders, this name's former ones included; the directory is locked."""
     live = set()
     for path in directory.glob("*" + LOCK):
+        if path == own:
+            continue
         fd = _try_lock(path, create=False)
         if fd is None:
             live.add(path.name.removesuffix(LOCK))

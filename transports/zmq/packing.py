@@ -13,6 +13,8 @@ from tllm_core.contracts.interfaces import Frame
 
 PACKED_BYTES = 64 << 10
 PACKED_BUFFERS = 255
+TABLE_BYTES = 1 + 4 * PACKED_BUFFERS
+"""What packing adds at most."""
 
 
 @functools.cache

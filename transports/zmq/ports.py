@@ -26,7 +26,7 @@ from tllm_core.contracts.interfaces import (
 )
 from tllm_core.errors import FrameTooLarge, PortClosed, PortDown, PortFull
 from tllm_core.transports.zmq.names import HeldName
-from tllm_core.transports.zmq.packing import measure, pack, unpack
+from tllm_core.transports.zmq.packing import TABLE_BYTES, measure, pack, unpack
 from tllm_core.transports.zmq.settings import ZmqSettings
 from tllm_core.transports.zmq.wake import Wake
 
@@ -193,7 +193,7 @@ def _configure(socket: zmq.Socket[bytes], settings: ZmqSettings) -> zmq.Socket[b
         (zmq.LINGER, int(settings.linger_s * 1000)),
         (zmq.SNDHWM, settings.high_water_frames),
         (zmq.RCVHWM, settings.high_water_frames),
-        (zmq.MAXMSGSIZE, settings.max_frame_bytes),
+        (zmq.MAXMSGSIZE, settings.max_frame_bytes + TABLE_BYTES),
         (zmq.RECONNECT_IVL, max(1, int(settings.reconnect_s * 1000))),
         (zmq.RECONNECT_IVL_MAX, max(1000, int(settings.reconnect_s * 1000))),
         (zmq.TCP_KEEPALIVE, 1),
