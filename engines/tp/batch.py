@@ -1,5 +1,7 @@
 """What the scheduler hands to the runner: one step's work as plain numbers, so that it can cross to other ranks."""
 
+from __future__ import annotations
+
 from array import array
 
 from msgspec import Struct

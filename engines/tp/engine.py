@@ -1,0 +1,195 @@
+"""The tp engine: schedule -> execute -> sample -> outputs, once per step.
+
+The token that ends a sequence, the model's own or one of `stop_token_ids`, is not delivered unless
+`include_stop_str_in_output` is set; its logprobs neither. It counts as generated.
+"""
+
+import time
+from collections.abc import Sequence as AbstractSequence
+
+import torch
+
+from tllm_core.contracts.interfaces import Engine, EngineContext
+from tllm_core.contracts.messages import (
+    EngineInfo,
+    EngineRequest,
+    ErrorReport,
+    FinishReason,
+    IterationStats,
+    Output,
+    SamplingParams,
+    Step,
+    TokenLogprobs,
+)
+from tllm_core.engines.tp.kv_cache import BlockPool
+from tllm_core.engines.tp.logprobs import token_logprobs
+from tllm_core.engines.tp.requests import Intake, LiveRequest
+from tllm_core.engines.tp.runner import Runner
+from tllm_core.engines.tp.sampler import FAILED, Sampled, Sampler
+from tllm_core.engines.tp.scheduler import PromptRows, Scheduled, Scheduler
+from tllm_core.engines.tp.sequence import Sequence
+from tllm_core.engines.tp.spec import TpSettings
+
+SUPPORTS = frozenset(SamplingParams.__struct_fields__) - {"stop"} | {"cache_salt"}
+"""No prefix is shared between requests, so that every salt is honoured."""
+
+_BROKEN = "the model's logits are not finite (NaN or infinity); this request can't go on"
+
+
+class TpEngine(Engine):
+    """Runs a model for many requests at once. Only `step` does work; nothing is shared between requests but the batch."""
+
+    settings: TpSettings
+    _scheduler: Scheduler
+    _sampler: Sampler
+    _intake: Intake
+
+    def __init__(self, settings: TpSettings) -> None:
+        super().__init__(settings)
+        self._runner = Runner(settings)
+        self._live: dict[int, LiveRequest] = {}
+        self._stats = IterationStats()
+
+    def start(self, context: EngineContext) -> EngineInfo:
+        """Loads the model. Raises ConfigError or ModelError for what can't be loaded."""
+        settings, runner = self.settings, self._runner
+        runner.load(context.phase)
+        config = runner.config
+        self._scheduler = Scheduler(
+            BlockPool(runner.num_blocks, settings.block_size),
+            max_num_seqs=settings.max_num_seqs,
+            max_batched_tokens=settings.max_batched_tokens,
+            max_seq_len=runner.max_seq_len,
+        )
+        self._intake = Intake(self._scheduler, config.vocab_size, config.eos_token_ids, settings.seed)
+        self._sampler = Sampler(runner.device)
+        return EngineInfo(
+            model=config.name,
+            model_dir=config.model_dir,
+            tokenizer=config.model_dir,
+            vocab_size=config.vocab_size,
+            max_seq_len=self._scheduler.max_seq_len,
+            eos_token_ids=config.eos_token_ids,
+            sampling_defaults=dict(config.generation_defaults),
+            supports=SUPPORTS,
+        )
+
+    def submit(self, request: EngineRequest) -> None:
+        """Raises RequestError, which names the field, for what this model or cache can never serve."""
+        live = self._intake.accept(request, time.monotonic())
+        self._live[request.request_id] = live
+        for sequence in live.sequences:
+            self._scheduler.add(sequence)
+
+    def abort(self, request_id: int) -> None:
+        live = self._live.pop(request_id, None)
+        if live is not None:
+            self._drop(live)
+
+    @torch.inference_mode()
+    def step(self) -> Step:
+        """Each running sequence gains a token; prompts get what is left of the step's token budget."""
+        began = time.monotonic()
+        scheduled = self._scheduler.schedule(began)
+        if scheduled is None:
+            self._sampler.forget()
+            return Step((), False)
+        logits = self._runner.execute(scheduled.batch)
+        outputs = self._note_prompts(logits, scheduled.prompt_rows)
+        if scheduled.sampled:
+            wanted = logits if scheduled.sample_rows is None else logits[scheduled.sample_rows]
+            sampled = self._sampler.sample(wanted, scheduled.sampled)
+            outputs += self._advance_all(scheduled.sampled, sampled, time.monotonic())
+        self._count(scheduled, time.monotonic() - began)
+        return Step(outputs, self._scheduler.pending)
+
+    def stats(self) -> IterationStats:
+        stats, scheduler, pool = self._stats, self._scheduler, self._scheduler.pool
+        stats.running, stats.waiting = scheduler.running, scheduler.waiting
+        stats.preemptions = scheduler.preemptions
+        stats.kv_blocks_used, stats.kv_blocks_total = pool.used, pool.num_blocks
+        return stats
+
+    def close(self) -> None:
+        self._live.clear()
+        self._runner.close()
+
+    # ------------------------------------------------------------------------------------------------- outputs
+
+    def _advance_all(self, sequences: list[Sequence], sampled: Sampled, now: float) -> list[Output]:
+        outputs: list[Output] = []
+        logprobs = sampled.logprobs or [None] * len(sequences)
+        for sequence, token, entries in zip(sequences, sampled.token_ids, logprobs, strict=True):
+            live = self._live.get(sequence.request_id)
+            if live is None:
+                continue  # it failed in this very step
+            if token == FAILED:
+                outputs.append(self._fail(live))
+            else:
+                outputs.append(self._advance(live, sequence, token, now, entries))
+        return outputs
+
+    def _advance(
+        self, live: LiveRequest, sequence: Sequence, token: int, now: float, logprobs: TokenLogprobs | None
+    ) -> Output:
+        sequence.token_ids.append(token)
+        length = len(sequence.token_ids)
+        output = Output(request_id=live.request_id, token_ids=(token,), index=sequence.index)
+        if logprobs is not None:
+            output.logprobs = (logprobs,)
+        if length == sequence.prompt_len + 1:
+            live.note_first_token(sequence, now)
+            if sequence.prompt_logprobs is not None:
+                output.prompt_logprobs, sequence.prompt_logprobs = sequence.prompt_logprobs, None
+        if token in sequence.stop_ids and length > sequence.min_len:
+            self._end(output, live, sequence, "stop", now)
+        elif length >= sequence.max_len:
+            self._end(output, live, sequence, "length", now)
+        return output
+
+    def _end(self, output: Output, live: LiveRequest, sequence: Sequence, reason: FinishReason, now: float) -> None:
+        self._scheduler.remove(sequence)
+        output.finish_reason = reason
+        if reason == "stop":
+            self._stop(output, sequence)
+        output.metrics = live.end(sequence, now)
+        if output.metrics is not None:
+            del self._live[live.request_id]
+
+    def _stop(self, output: Output, sequence: Sequence) -> None:
+        (token,) = output.token_ids
+        if token in sequence.sampling.stop_token_ids:
+            output.stop_reason = token
+        if not sequence.sampling.include_stop_str_in_output:
+            output.token_ids = ()
+            output.logprobs = None
+
+    def _fail(self, live: LiveRequest) -> Output:
+        """Ends one request and nothing else."""
+        del self._live[live.request_id]
+        self._drop(live)
+        return Output(request_id=live.request_id, error=ErrorReport(_BROKEN))
+
+    def _drop(self, live: LiveRequest) -> None:
+        for sequence in live.sequences:
+            self._scheduler.remove(sequence)
+
+    def _note_prompts(self, logits: torch.Tensor, wanted: AbstractSequence[PromptRows]) -> list[Output]:
+        """Keeps the logprobs of prompt tokens until their sequence's first output; those that are broken fail now."""
+        failed: list[Output] = []
+        for sequence, first, length, position in wanted:
+            tokens = torch.tensor(sequence.token_ids[position + 1 : position + 1 + length], device=logits.device)
+            top = sequence.sampling.prompt_logprobs or 0
+            found = token_logprobs(logits[first : first + length], tokens.long(), [top] * length)
+            if sequence.prompt_logprobs is None or None in found:
+                failed.append(self._fail(self._live[sequence.request_id]))
+            else:
+                sequence.prompt_logprobs += [entries for entries in found if entries is not None]
+        return failed
+
+    def _count(self, scheduled: Scheduled, took_s: float) -> None:
+        stats = self._stats
+        stats.steps += 1
+        stats.prompt_tokens += scheduled.prompt_tokens
+        stats.generated_tokens += len(scheduled.sampled)
+        stats.last_step_s = took_s

@@ -1,0 +1,111 @@
+"""A request as the engine sees it: checked, its sequences and its times."""
+
+import random
+
+from msgspec import Struct, field
+
+from tllm_core.contracts.messages import EngineRequest, RequestMetrics, SamplingParams
+from tllm_core.engines.tp.scheduler import Scheduler
+from tllm_core.engines.tp.sequence import Sequence
+from tllm_core.errors import RequestError
+
+
+class LiveRequest(Struct, eq=False):
+    """A request whose `sequences` have not all ended. Times are monotonic seconds.
+
+    started_at, first_token_at: of the first sequence that got a token, None until then.
+    """
+
+    request_id: int
+    prompt_tokens: int
+    arrived_at: float
+    sequences: list[Sequence] = field(default_factory=list)
+    started_at: float | None = None
+    first_token_at: float | None = None
+    generated_tokens: int = 0
+    preemptions: int = 0
+
+    def note_first_token(self, sequence: Sequence, now: float) -> None:
+        """The first sequence's counts for the request."""
+        if self.first_token_at is None:
+            self.started_at, self.first_token_at = sequence.admitted_at, now
+
+    def end(self, sequence: Sequence, now: float) -> RequestMetrics | None:
+        """Notes the end of one sequence; the last one brings the request's metrics."""
+        self.sequences.remove(sequence)
+        self.generated_tokens += sequence.generated
+        self.preemptions += sequence.preemptions
+        return None if self.sequences else self._metrics(now)
+
+    def _metrics(self, now: float) -> RequestMetrics:
+        started = self.arrived_at if self.started_at is None else self.started_at
+        first = now if self.first_token_at is None else self.first_token_at
+        return RequestMetrics(
+            queued_s=started - self.arrived_at,
+            prefill_s=first - started,
+            decode_s=now - first,
+            prompt_tokens=self.prompt_tokens,
+            generated_tokens=self.generated_tokens,
+            preemptions=self.preemptions,
+        )
+
+
+class Intake:
+    """Turns requests into sequences that the scheduler can take. Raises RequestError for those that can't be served."""
+
+    def __init__(self, scheduler: Scheduler, vocab: int, eos_token_ids: tuple[int, ...], seed: int | None) -> None:
+        self._scheduler, self._vocab, self._eos = scheduler, vocab, frozenset(eos_token_ids)
+        self._seeds = random.Random(seed)
+        self._arrivals = 0
+
+    def accept(self, request: EngineRequest, now: float) -> LiveRequest:
+        """One sequence per `n`, under a seed that is drawn where the request has none."""
+        sampling, prompt = request.sampling, request.prompt_token_ids
+        self._check(request)
+        max_len = self._scheduler.length_for(len(prompt), sampling.max_tokens)
+        stop_ids = frozenset(sampling.stop_token_ids) | (frozenset() if sampling.ignore_eos else self._eos)
+        seed = self._seeds.getrandbits(63) if sampling.seed is None else sampling.seed
+        live = LiveRequest(request.request_id, len(prompt), now)
+        self._arrivals += 1
+        for index in range(sampling.n):
+            order = (request.priority, self._arrivals, index)
+            live.sequences.append(
+                Sequence(
+                    prompt,
+                    sampling,
+                    order=order,
+                    max_len=max_len,
+                    seed=seed,
+                    stop_ids=stop_ids,
+                    request_id=live.request_id,
+                )
+            )
+        return live
+
+    def _check(self, request: EngineRequest) -> None:
+        sampling, prompt = request.sampling, request.prompt_token_ids
+        sampling.check()
+        if not len(prompt):
+            raise RequestError("prompt_token_ids is empty; at least one token is needed", field="prompt_token_ids")
+        self._check_ids("prompt_token_ids", max(prompt.view))
+        if sampling.stop_token_ids:
+            self._check_ids("stop_token_ids", max(sampling.stop_token_ids))
+        if sampling.stop:
+            raise RequestError(
+                "the tp engine knows no stop strings; use LLM, which finds them in the text", field="stop"
+            )
+        if request.extra is not None:
+            raise RequestError("the tp engine takes no extra", field="extra")
+        _check_tops(sampling, self._vocab)
+
+    def _check_ids(self, name: str, largest: int) -> None:
+        if largest >= self._vocab:
+            raise RequestError(
+                f"{name} has the token id {largest}, and the vocabulary ends at {self._vocab - 1}", field=name
+            )
+
+
+def _check_tops(sampling: SamplingParams, vocab: int) -> None:
+    for name, value in (("logprobs", sampling.logprobs), ("prompt_logprobs", sampling.prompt_logprobs)):
+        if value is not None and value > vocab:
+            raise RequestError(f"{name} {value} is more than the vocabulary's {vocab} tokens", field=name)

@@ -1,0 +1,79 @@
+"""One sequence of one request while the engine owes something for it."""
+
+from array import array
+
+from tllm_core.contracts.messages import SamplingParams, TokenIds, TokenLogprobs
+
+Order = tuple[int, int, int]
+"""(priority, arrival, index): what is smaller is more important."""
+
+
+class Sequence:
+    """Tokens, progress and parameters of one sequence; compared by identity.
+
+    token_ids: prompt, then what was generated. computed: how many of them have their keys and values in the cache, or
+    will have once the step that is scheduled has run. blocks: of the cache, in order. max_len: of `token_ids` at most.
+    min_len: below it nothing in `stop_ids` may come or end the sequence. seed, index: key of its random numbers.
+    prompt_row: the first prompt token whose row of logits is still wanted, for prompt logprobs; None = none is.
+    """
+
+    __slots__ = (
+        "admitted_at",
+        "blocks",
+        "computed",
+        "index",
+        "max_len",
+        "min_len",
+        "order",
+        "preemptions",
+        "prompt_len",
+        "prompt_logprobs",
+        "prompt_row",
+        "request_id",
+        "sampling",
+        "seed",
+        "stop_ids",
+        "token_ids",
+    )
+
+    def __init__(
+        self,
+        prompt: TokenIds,
+        sampling: SamplingParams,
+        *,
+        order: Order,
+        max_len: int,
+        seed: int = 0,
+        stop_ids: frozenset[int] = frozenset(),
+        request_id: int = 0,
+    ) -> None:
+        self.token_ids = array("i", prompt.view.tobytes())
+        self.prompt_len = len(self.token_ids)
+        self.computed = 0
+        self.blocks: list[int] = []
+        self.order, self.index = order, order[2]
+        self.max_len, self.min_len = max_len, self.prompt_len + sampling.min_tokens
+        self.sampling, self.seed, self.stop_ids = sampling, seed, stop_ids
+        self.request_id = request_id
+        # They come once per request, with its first sequence.
+        self.prompt_row = 0 if sampling.prompt_logprobs is not None and self.index == 0 else None
+        self.prompt_logprobs: list[TokenLogprobs] | None = None if self.prompt_row is None else [()]
+        self.admitted_at: float | None = None
+        self.preemptions = 0
+
+    @property
+    def owed(self) -> int:
+        """Tokens that are not in the cache yet: 1 where it decodes."""
+        return len(self.token_ids) - self.computed
+
+    @property
+    def generated(self) -> int:
+        return len(self.token_ids) - self.prompt_len
+
+    def __repr__(self) -> str:
+        return f"<Sequence {self.request_id}:{self.order} {self.computed}/{len(self.token_ids)} in {self.blocks}>"
+
+
+def importance(sequence: Sequence) -> Order:
+    """Sort key: the most important first."""
+    return sequence.order
