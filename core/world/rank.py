@@ -1,0 +1,188 @@
+"""One rank: from a WorldSpec to a working engine. Runs in a process of its own, or in a thread of the inline launcher."""
+
+import logging
+import threading
+import traceback
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import Any
+
+from msgspec import Struct
+
+from tllm_core.config import convert_options
+from tllm_core.contracts.interfaces import (
+    Capability,
+    Engine,
+    EngineContext,
+    EnginePort,
+    EngineSpec,
+    Failed,
+    Listening,
+    Phase,
+    Ready,
+    Transport,
+    WorldSpec,
+)
+from tllm_core.contracts.messages import EngineInfo
+from tllm_core.errors import ConfigError, TllmError
+from tllm_core.registry import Registry, load_object
+from tllm_core.wire.link import EngineLink
+from tllm_core.wire.settings import WireSettings
+from tllm_core.world.calls import declared
+from tllm_core.world.channel import Adopted, FromRank, Leaving, Prepared
+from tllm_core.world.worker import Worker
+
+log = logging.getLogger(__name__)
+
+FLUSH_S = 1.0
+"""How long an ending engine waits for its last words to be acknowledged."""
+
+Report = Callable[[FromRank], None]
+
+
+class Parts(Struct, frozen=True):
+    """What a WorldSpec names, found and checked."""
+
+    spec: WorldSpec
+    engine: EngineSpec
+    settings: Any
+    world_size: int
+
+
+def resolve(spec: WorldSpec) -> Parts:
+    """Finds the engine and converts its options. Raises ConfigError or PluginError."""
+    engine = Registry().engine(spec.engine)
+    settings = convert_options(engine.settings_type, spec.engine_options, f"engine.{engine.name}")
+    world_size = 1 if engine.world_size is None else load_object(engine.world_size)(settings)
+    return Parts(spec, engine, settings, world_size)
+
+
+def failed_of(error: BaseException, rank: int) -> Failed:
+    """What is told of an exception: mistakes of people in one line, anything else with its traceback."""
+    kind = type(error).__name__
+    if isinstance(error, ConfigError):
+        return Failed(str(error), rank=rank, kind=kind)
+    message = str(error) if isinstance(error, TllmError) else f"{kind}: {error}"
+    return Failed(message, rank=rank, kind=kind, traceback="".join(traceback.format_exception(error)))
+
+
+class RankContext(EngineContext):
+    """What an engine may ask of its world, and where the world's wish to end reaches it.
+
+    `rendezvous_fd`: on rank 0 the listening socket behind `rendezvous`, to be handed to the store.
+    """
+
+    def __init__(
+        self,
+        report: Report,
+        rank: int = 0,
+        world_size: int = 1,
+        rendezvous: str | None = None,
+        rendezvous_fd: int | None = None,
+    ) -> None:
+        self.rank, self.world_size = rank, world_size
+        self.rendezvous, self.rendezvous_fd = rendezvous, rendezvous_fd
+        self.ended = False
+        self._report = report
+        self._lock = threading.Lock()
+        self._worker: Worker | None = None
+        self._woken = False
+
+    def wake(self) -> None:
+        with self._lock:
+            self._woken = True
+            if self._worker is not None:
+                self._worker.wake()
+
+    def phase(self, name: str, done: float | None = None) -> None:
+        self._report(Phase(self.rank, name, done))
+
+    def adopt(self, pid: int) -> None:
+        self._report(Adopted(pid))
+
+    def end(self) -> None:
+        """Stops the worker in an orderly way, now or as soon as there is one."""
+        with self._lock:
+            self.ended = True
+            if self._worker is not None:
+                self._worker.stop()
+
+    def attach(self, worker: Worker) -> None:
+        """From now on `wake` and `end` reach this worker; earlier ones are made up for."""
+        with self._lock:
+            self._worker = worker
+            if self._woken:
+                worker.wake()
+            if self.ended:
+                worker.stop()
+
+
+def lead(parts: Parts, context: RankContext, report: Report, note: Callable[[int, bool], None]) -> None:
+    """Rank 0: listens, prepares, loads and works until it is told to stop.
+
+    Whatever goes wrong is reported before anything is closed, and raised.
+    """
+    with ExitStack() as closers:
+        try:
+            transport = _transport(parts.spec)
+            port = transport.listen(parts.spec.engine_name, parts.spec.generation)
+            closers.callback(port.close)
+            report(Listening(port.address))
+            if parts.engine.prepare is not None:
+                load_object(parts.engine.prepare)(parts.settings, context.phase)
+            report(Prepared())
+            engine, info = _start(parts, context, closers)
+            link = _link(parts.spec, transport, port, info)
+            closers.callback(link.close, FLUSH_S)
+            worker = Worker(engine, link, info, world_size=parts.world_size, progress=note)
+            context.attach(worker)
+            report(Ready(info))
+            worker.run()
+            report(Leaving())
+        except BaseException as error:
+            report(failed_of(error, 0))
+            raise
+
+
+def follow(parts: Parts, context: RankContext, report: Report) -> None:
+    """A rank above 0: loads, and works as rank 0 directs it."""
+    with ExitStack() as closers:
+        try:
+            engine, _ = _start(parts, context, closers)
+            engine.follow()
+            report(Leaving())
+        except SystemExit:
+            report(Leaving())
+        except BaseException as error:
+            report(failed_of(error, context.rank))
+            raise
+
+
+def _transport(spec: WorldSpec) -> Transport:
+    transport_type = Registry().transport(spec.transport)
+    options = convert_options(transport_type.settings_type, spec.transport_options, f"transport.{spec.transport}")
+    return transport_type(options)
+
+
+def _start(parts: Parts, context: RankContext, closers: ExitStack) -> tuple[Engine, EngineInfo]:
+    engine: Engine = load_object(parts.engine.load)(parts.settings)
+    closers.callback(_close, engine)
+    return engine, declared(engine.start(context))
+
+
+def _close(engine: Engine) -> None:
+    try:
+        engine.close()
+    except Exception:
+        log.exception("the engine did not close in an orderly way")
+
+
+def _link(spec: WorldSpec, transport: Transport, port: EnginePort, info: EngineInfo) -> EngineLink:
+    return EngineLink(
+        port,
+        key=spec.key,
+        owner=spec.owner,
+        info=info,
+        by_reference=Capability.CROSS_PROCESS not in transport.capabilities,
+        settings=convert_options(WireSettings, spec.wire, "wire"),
+    )

@@ -1,0 +1,248 @@
+"""The spawn launcher: an engine world in processes of its own on this host, under a watcher."""
+
+import contextlib
+import os
+import select
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Sequence
+from typing import Annotated, ClassVar
+
+import msgspec
+from msgspec import Meta, Struct
+
+from tllm_core.config import convert_options
+from tllm_core.contracts.interfaces import (
+    Capability,
+    Exited,
+    Failed,
+    Identified,
+    Identity,
+    Launcher,
+    World,
+    WorldEvent,
+    WorldSpec,
+)
+from tllm_core.contracts.messages import Plain
+from tllm_core.errors import Cause, ConfigError, EngineStartError, describe_exit
+from tllm_core.wire.liveness import LivenessSettings
+from tllm_core.world.channel import Channel, End, Kill, Launch
+from tllm_core.world.process import identify, kill_session, open_pidfd, poll_readable, wait_gone
+from tllm_core.world.rank import resolve
+
+KILL_S = 2.0
+"""How long a watcher may take to end its world before it is killed itself, which takes the ranks along."""
+
+Seconds = Annotated[float, Meta(gt=0)]
+
+
+class SpawnSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """ready_timeout_s: how long start-up may take in all, downloads included; None = no limit. stall_report_s: how long one phase
+    of it may take before stderr says so, again and again; None = silence. python: the interpreter, None = this one.
+    """
+
+    ready_timeout_s: Seconds | None = 1800.0
+    stall_report_s: Seconds | None = 30.0
+    python: str | None = None
+
+
+class SpawnLauncher(Launcher):
+    """Starts `python -m tllm_core.world watcher`. The user's script is not imported anew, so it needs no main guard."""
+
+    name: ClassVar[str] = "spawn"
+    settings_type: ClassVar[type[Struct]] = SpawnSettings
+    needs: ClassVar[Capability] = Capability.CROSS_PROCESS
+
+    settings: SpawnSettings
+
+    def launch(self, spec: WorldSpec) -> World:
+        """Raises ConfigError for options that are wrong or can't cross to another process, EngineStartError where no process
+        can be started. May be called from any thread; installs no signal handler."""
+        launch = self._order(spec)
+        try:
+            msgspec.msgpack.encode(launch)
+        except (TypeError, OverflowError) as error:
+            raise ConfigError(f"engine.{spec.engine}: the options must be plain data to cross processes: {error}") from None
+        return SpawnWorld(launch)
+
+    def _order(self, spec: WorldSpec) -> Launch:
+        python = self.settings.python or sys.executable
+        if not python:
+            raise ConfigError("launcher.spawn.python: this interpreter does not know its own path; set it")
+        return Launch(
+            spec=spec,
+            world_size=resolve(spec).world_size,
+            sys_path=[entry or os.getcwd() for entry in sys.path],
+            python=python,
+            owner_pid=os.getpid(),
+            owner_start=identify(0, os.getpid()).start_time,
+            ready_timeout_s=self.settings.ready_timeout_s,
+            stall_report_s=self.settings.stall_report_s,
+            beat_interval_s=convert_options(LivenessSettings, spec.liveness, "liveness").beat_interval_s,
+        )
+
+
+class SpawnWorld(World):
+    """An engine world under a watcher, as its owner holds it. In a fork of the owner every method does nothing."""
+
+    def __init__(self, launch: Launch) -> None:
+        self._owner_pid = os.getpid()
+        self._engine = launch.spec.engine
+        ours, theirs = socket.socketpair()
+        try:
+            self._popen = _start_watcher(launch.python, theirs)
+        except OSError as error:
+            ours.close()
+            message = f"the engine can't be started with {launch.python}: {error.strerror or error}"
+            raise EngineStartError(Cause(message)) from error
+        finally:
+            theirs.close()
+        self._pidfd = open_pidfd(self._popen.pid)
+        self._channel: Channel[WorldEvent] = Channel(ours, WorldEvent)
+        self._channel.send(launch)
+        self._waker, self._wakee = _wake_pipe()
+        self._reading, self._ending = threading.Lock(), threading.RLock()
+        self._ranks: tuple[Identity, ...] = ()
+        self._queue: list[WorldEvent] = []
+        self._exited = self._over = self._freed = False
+
+    # ------------------------------------------------------------------------------------------------- events
+
+    def events(self, timeout: float | None) -> Sequence[WorldEvent]:
+        if os.getpid() != self._owner_pid:
+            return []
+        with self._reading:
+            if not self._queue and not self._freed and not self._over:
+                self._wait(timeout)
+                self._take()
+            events, self._queue = self._queue, []
+            self._over = self._over or any(isinstance(event, Exited) for event in events)
+            return events
+
+    def _wait(self, timeout: float | None) -> None:
+        poll = select.poll()
+        poll.register(self._wakee, select.POLLIN)
+        poll.register(self._channel, select.POLLIN | (select.POLLOUT if self._channel.pending else 0))
+        poll.poll(None if timeout is None else max(0.0, timeout) * 1000)
+        self._channel.flush()
+        with contextlib.suppress(BlockingIOError):
+            os.read(self._wakee, 4096)
+
+    def _take(self) -> None:
+        if self._exited:
+            return
+        events = self._channel.receive()
+        for event in events:
+            if isinstance(event, Identified):
+                self._ranks = event.ranks
+            self._exited = self._exited or isinstance(event, Exited)
+        self._queue += events
+        if self._channel.eof and not self._exited:
+            self._lose_watcher()
+
+    def _lose_watcher(self) -> None:
+        """The watcher is gone without a word. Its ranks go with it; what they leave behind is ended here."""
+        self._exited = True
+        exitcode = self._reap()
+        message = f"the engine's watcher {describe_exit(exitcode)}"
+        self._queue.append(Failed(message, exitcode=exitcode))
+        self._clear()
+        self._queue.append(Exited(False, message, exitcode=exitcode))
+
+    def wake(self) -> None:
+        with contextlib.suppress(OSError):
+            os.write(self._waker, b"\0")
+
+    # ---------------------------------------------------------------------------------------------------- end
+
+    def stop(self, timeout: float) -> bool:
+        if os.getpid() != self._owner_pid:
+            return True
+        self._channel.send(End())
+        if not self._is_gone(timeout):
+            return False
+        self.kill()
+        return True
+
+    def kill(self) -> None:
+        if os.getpid() != self._owner_pid:
+            return
+        with self._ending:
+            if self._freed:
+                return
+            self._channel.send(Kill())
+            self._channel.shut()
+            if not self._is_gone(KILL_S):
+                self._popen.kill()
+            self._reap()
+            self._clear()
+            self._free()
+
+    def _is_gone(self, timeout: float) -> bool:
+        """Waits for the watcher, which is the last to go."""
+        with self._ending:
+            # Another thread may close the descriptor meanwhile.
+            pidfd = None if self._pidfd is None or self._freed else os.dup(self._pidfd)
+        if pidfd is None:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._popen.wait(max(0.0, timeout))
+        else:
+            poll_readable(pidfd, timeout)
+            os.close(pidfd)
+        return self._popen.poll() is not None
+
+    def _reap(self) -> int | None:
+        """The watcher's exit code; one that has closed its channel but does not end is killed."""
+        if not self._is_gone(KILL_S):
+            self._popen.kill()
+        return self._popen.wait()
+
+    def _clear(self) -> None:
+        """Nothing of the world survives its watcher: by now the system has killed the ranks; this ends what they had started."""
+        kill_session(self._popen.pid)
+        wait_gone(self._ranks, KILL_S)
+
+    def _free(self) -> None:
+        self._freed = True
+        self.wake()
+        with self._reading:
+            self._take()
+            if not self._exited:
+                self._exited = True
+                self._queue.append(Exited(False, "the engine world was killed by its owner"))
+            self._channel.close()
+            for fd in (self._waker, self._wakee, self._pidfd):
+                if fd is not None:
+                    os.close(fd)
+
+    def describe(self) -> dict[str, Plain]:
+        ranks = {f"rank {identity.rank}": identity.pid for identity in self._ranks}
+        return {"launcher": "spawn", "watcher": self._popen.pid, **ranks}
+
+
+def _start_watcher(python: str, sock: socket.socket) -> subprocess.Popen[bytes]:
+    # -P: a file in the current directory must not hide a module. Its own session: the terminal's signals are the owner's.
+    return subprocess.Popen(
+        [python, "-P", "-m", "tllm_core.world", "watcher", str(sock.fileno()), str(os.getpid())],
+        stdin=subprocess.DEVNULL,
+        stdout=2 if _is_open(2) else subprocess.DEVNULL,
+        pass_fds=[sock.fileno()],
+        start_new_session=True,
+    )
+
+
+def _is_open(fd: int) -> bool:
+    try:
+        os.fstat(fd)
+    except OSError:
+        return False
+    return True
+
+
+def _wake_pipe() -> tuple[int, int]:
+    reader, writer = os.pipe()
+    os.set_blocking(reader, False)
+    os.set_blocking(writer, False)
+    return writer, reader

@@ -1,0 +1,95 @@
+"""The rank processes as the watcher holds them: started, watched, ended."""
+
+import os
+import signal
+import socket
+import subprocess
+
+from tllm_core.contracts.interfaces import Failed, Identity
+from tllm_core.contracts.messages import RankState
+from tllm_core.errors import Cause, describe_exit
+from tllm_core.world.channel import Channel, FromRank
+from tllm_core.world.process import identify, kill_group, open_pidfd, read_stat
+from tllm_core.world.stderr import Relay, Tail
+
+
+class Ward:
+    """One rank's process, with its channel, its stderr and a descriptor that tells its end.
+
+    `failed`: what it said of its own failure. `leaving`: it said that its end is intended. `exitcode`: None while it lives.
+    """
+
+    def __init__(self, rank: int, python: str, relay: Relay, inherited: list[int]) -> None:
+        self.rank = rank
+        self.failed: Failed | None = None
+        self.leaving = False
+        self.exitcode: int | None = None
+        ours, theirs = socket.socketpair()
+        reader, writer = os.pipe()
+        try:
+            self._popen = _start(python, theirs.fileno(), writer, inherited)
+        except OSError:
+            ours.close()
+            os.close(reader)
+            raise
+        finally:
+            theirs.close()
+            os.close(writer)
+        self.channel: Channel[FromRank] = Channel(ours, FromRank)
+        self.tail = Tail(reader, relay)
+        self.pidfd = open_pidfd(self._popen.pid)
+        self.identity: Identity = identify(rank, self._popen.pid)
+
+    def poll(self) -> bool:
+        """Whether it has ended; reaps it."""
+        if self.exitcode is None:
+            self.exitcode = self._popen.poll()
+        return self.exitcode is not None
+
+    def state(self) -> tuple[RankState, float]:
+        """Its run state and the CPU seconds that it has used."""
+        stat = None if self.exitcode is not None else read_stat(self._popen.pid)
+        return (RankState.GONE, 0.0) if stat is None else (stat.state, stat.cpu_s)
+
+    def last_words(self) -> Failed:
+        """Why it ended, with what is known besides: its own report first, else how it exited."""
+        exitcode, tail = self.exitcode, self.tail.text()
+        if self.failed is not None:
+            words = self.failed
+            return Failed(words.message, self.rank, exitcode, words.traceback, tail, words.kind)
+        return Failed(str(_cause(self.rank, exitcode)), self.rank, exitcode, None, tail)
+
+    def ask_to_end(self) -> None:
+        self._signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        """Ends it and its process group. Its pid can't be another's: it is reaped by `poll` alone."""
+        if self.exitcode is None:
+            kill_group(self._popen.pid)
+            self._signal(signal.SIGKILL)
+
+    def _signal(self, number: int) -> None:
+        if self.exitcode is None:
+            self._popen.send_signal(number)
+
+    def close(self) -> None:
+        self.channel.close()
+        self.tail.close()
+        if self.pidfd is not None:
+            os.close(self.pidfd)
+
+
+def _cause(rank: int, exitcode: int | None) -> Cause:
+    return Cause(f"engine rank {rank} {describe_exit(exitcode)}", rank=rank, exitcode=exitcode)
+
+
+def _start(python: str, fd: int, stderr: int, inherited: list[int]) -> subprocess.Popen[bytes]:
+    # -P: a file in the current directory must not hide a module; the owner's sys.path comes over the channel.
+    return subprocess.Popen(
+        [python, "-P", "-m", "tllm_core.world", "rank", str(fd), str(os.getpid())],
+        stdin=subprocess.DEVNULL,
+        stdout=stderr,
+        stderr=stderr,
+        pass_fds=[fd, *inherited],
+        process_group=0,
+    )

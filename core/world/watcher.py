@@ -1,0 +1,317 @@
+"""The small process beside the ranks: starts them, notices every end, beats, and ends them all.
+
+It never loads an engine, so nothing in it holds the interpreter's lock for long. Its own death takes the ranks along (by the
+parent-death signal); the owner's death, seen by the end of its channel or of its process, ends the world.
+"""
+
+import os
+import socket
+import time
+
+from tllm_core.contracts.interfaces import (
+    Beaten,
+    Exited,
+    Failed,
+    Identified,
+    Identity,
+    Listening,
+    Phase,
+    Ready,
+    WorldEvent,
+)
+from tllm_core.contracts.messages import Beat
+from tllm_core.world.channel import Adopted, Begin, Channel, End, FromRank, Go, Kill, Launch, Leaving, Prepared, ToWatcher
+from tllm_core.world.loop import Loop
+from tllm_core.world.process import (
+    POLL_S,
+    adopt_orphans,
+    identify,
+    is_alive,
+    kill_process,
+    kill_session,
+    open_pidfd,
+)
+from tllm_core.world.progress import Progress, create_shared
+from tllm_core.world.stderr import Relay
+from tllm_core.world.ward import Ward
+
+LEAVE_S = 5.0
+"""How long the world may take to end once a rank is leaving."""
+FOLLOWERS_S = 0.3
+"""How long ranks above 0 may take to leave by themselves once rank 0 is gone."""
+LAST_WORDS_S = 2.0
+"""How long a rank that failed may take to tell its frontends."""
+ORPHAN_S = 1.0
+"""How long a world whose owner died may take to end in an orderly way."""
+
+
+def watch(sock: socket.socket) -> int:
+    """Runs a watcher on the inherited end of its owner's channel. Returns the exit code."""
+    owner: Channel[ToWatcher] = Channel(sock, ToWatcher)
+    adopt_orphans()
+    for message in owner.wait():
+        if isinstance(message, Launch):
+            return Watcher(owner, message).run()
+    return 1
+
+
+class Watcher:
+    """One engine world on one host, from its first process to its last."""
+
+    def __init__(self, owner: Channel[ToWatcher], launch: Launch) -> None:
+        self._owner, self._launch = owner, launch
+        self._loop, self._relay = Loop(), Relay(2)
+        self._shared = create_shared()
+        self._progress = Progress(self._shared)
+        self._wards: list[Ward] = []
+        self._adopted: list[Identity] = []
+        self._verdict: Failed | None = None
+        self._ready = self._leaving = self._killed = False
+        self._phase = (0, "starting", time.monotonic())
+        self._beats = 0
+
+    def run(self) -> int:
+        """Until every process of the world is gone and its owner was told."""
+        self._watch_owner()
+        if self._leaving:
+            return 1
+        try:
+            self._start_ranks()
+        except OSError as error:
+            python = self._launch.python
+            self._fail(Failed(f"the engine can't be started with {python}: {error.strerror or error}"))
+        self._set_timers()
+        while self._alive():
+            self._loop.turn()
+            self._flush()
+        self._sweep()
+        self._owner.send(self._exited())
+        self._owner.drain(1.0)
+        self._relay.close(1.0)
+        return 0 if self._verdict is None else 1
+
+    def _alive(self) -> list[Ward]:
+        return [ward for ward in self._wards if ward.exitcode is None]
+
+    def _flush(self) -> None:
+        for channel in (self._owner, *(ward.channel for ward in self._alive())):
+            channel.flush()
+
+    # -------------------------------------------------------------------------------------------------- owner
+
+    def _watch_owner(self) -> None:
+        self._loop.watch(self._owner, self._hear_owner)
+        owner = Identity(0, self._launch.owner_pid, self._launch.owner_start)
+        pidfd = open_pidfd(owner.pid)
+        if pidfd is not None:
+            self._loop.once(pidfd, self._lose_owner)
+        if not is_alive(owner):
+            self._lose_owner()
+
+    def _hear_owner(self) -> None:
+        for message in self._owner.receive():
+            if isinstance(message, Kill):
+                self._leaving = True
+                self._kill()
+            elif isinstance(message, End):
+                self._end()
+        if self._owner.eof:
+            self._loop.forget(self._owner)
+            self._lose_owner()
+
+    def _lose_owner(self) -> None:
+        if not self._leaving:
+            self._loop.later(ORPHAN_S, self._kill)
+            self._end()
+
+    def _end(self) -> None:
+        """An orderly end, where there is something to put in order. How long it may take is the owner's to say."""
+        self._leaving = True
+        if self._ready:
+            self._wards[0].channel.send(End())
+        else:
+            self._kill()
+
+    def _tell(self, event: WorldEvent) -> None:
+        self._owner.send(event)
+
+    def _exited(self) -> Exited:
+        words = self._verdict
+        if words is None:
+            return Exited(clean=True)
+        return Exited(False, words.message, words.rank, words.exitcode, words.stderr_tail)
+
+    # --------------------------------------------------------------------------------------------------- time
+
+    def _set_timers(self) -> None:
+        self._beat()
+        if any(ward.pidfd is None for ward in self._wards):
+            self._poll()
+        if self._launch.ready_timeout_s is not None:
+            self._loop.later(self._launch.ready_timeout_s, self._give_start_up)
+        if self._launch.stall_report_s is not None:
+            self._loop.later(self._launch.stall_report_s, self._report_stall)
+
+    def _beat(self) -> None:
+        """Where the owner does not read, beats are dropped, not queued."""
+        self._beats += 1
+        states = [ward.state() for ward in self._wards]
+        steps, busy = self._progress.read()
+        beat = Beat(self._beats, steps, busy, tuple(s for s, _ in states), tuple(cpu for _, cpu in states))
+        if not self._owner.pending:
+            self._tell(Beaten(beat))
+        self._loop.later(self._launch.beat_interval_s, self._beat)
+
+    def _poll(self) -> None:
+        for ward in self._wards:
+            self._look_after(ward)
+        self._loop.later(POLL_S, self._poll)
+
+    def _give_start_up(self) -> None:
+        if not self._ready:
+            limit = self._launch.ready_timeout_s
+            self._fail(Failed(f"the engine was not ready within {limit:g} s (ready_timeout_s); {self._where()}"))
+
+    def _report_stall(self) -> None:
+        if self._ready or self._verdict is not None or self._launch.stall_report_s is None:
+            return
+        if time.monotonic() - self._phase[2] >= self._launch.stall_report_s:
+            self._relay.put(f"tllm: still starting: {self._where()}\n".encode())
+        self._loop.later(self._launch.stall_report_s, self._report_stall)
+
+    def _where(self) -> str:
+        rank, name, since = self._phase
+        return f"rank {rank} has been {name!r} for {time.monotonic() - since:.0f} s"
+
+    # -------------------------------------------------------------------------------------------------- ranks
+
+    def _start_ranks(self) -> None:
+        store = self._bind_store()
+        for rank in range(self._launch.world_size):
+            begin = self._begin(rank, store)
+            inherited = [fd for fd in (begin.progress_fd, begin.rendezvous_fd) if fd is not None]
+            ward = Ward(rank, self._launch.python, self._relay, inherited)
+            self._wards.append(ward)
+            self._watch_ward(ward)
+            ward.channel.send(begin)
+        if store is not None:
+            store.close()
+        self._tell(Identified(tuple(ward.identity for ward in self._wards), identify(-1, os.getpid())))
+
+    def _bind_store(self) -> socket.socket | None:
+        """A port for the engine's rendezvous: bound before it is advertised, so that nobody else can take it."""
+        return socket.create_server(("127.0.0.1", 0)) if self._launch.world_size > 1 else None
+
+    def _begin(self, rank: int, store: socket.socket | None) -> Begin:
+        return Begin(
+            spec=self._launch.spec,
+            rank=rank,
+            world_size=self._launch.world_size,
+            sys_path=self._launch.sys_path,
+            progress_fd=self._shared if rank == 0 else None,
+            rendezvous=None if store is None else f"127.0.0.1:{store.getsockname()[1]}",
+            rendezvous_fd=store.fileno() if store is not None and rank == 0 else None,
+        )
+
+    def _watch_ward(self, ward: Ward) -> None:
+        self._loop.watch(ward.channel, lambda: self._hear(ward))
+        self._loop.watch(ward.tail.fd, lambda: self._read_tail(ward))
+        if ward.pidfd is not None:
+            self._loop.watch(ward.pidfd, lambda: self._look_after(ward))
+
+    def _read_tail(self, ward: Ward) -> None:
+        ward.tail.read()
+        if ward.tail.eof:
+            self._loop.forget(ward.tail.fd)
+
+    def _hear(self, ward: Ward) -> None:
+        for message in ward.channel.receive():
+            self._take(ward, message)
+        if ward.channel.eof:
+            self._loop.forget(ward.channel)
+
+    def _take(self, ward: Ward, message: FromRank) -> None:
+        match message:
+            case Listening() | Phase() | Ready():
+                self._note(message)
+                self._tell(message)
+            case Prepared():
+                for other in self._wards[1:]:
+                    other.channel.send(Go())
+            case Adopted():
+                self._adopt(ward, message.pid)
+            case Leaving():
+                self._leaving = True
+                self._loop.later(LEAVE_S, self._kill)
+            case Failed():
+                ward.failed = message
+                self._fail(ward.last_words())
+
+    def _note(self, event: Listening | Phase | Ready) -> None:
+        if isinstance(event, Ready):
+            self._ready = True
+        elif isinstance(event, Phase) and event.name != self._phase[1]:
+            self._phase = (event.rank, event.name, time.monotonic())
+
+    def _adopt(self, ward: Ward, pid: int) -> None:
+        self._adopted.append(identify(ward.rank, pid))
+        pidfd = open_pidfd(pid)
+        if pidfd is not None:
+            self._loop.once(pidfd, lambda: self._lose_adopted(ward.rank, pid))
+
+    def _lose_adopted(self, rank: int, pid: int) -> None:
+        if not self._leaving:
+            self._fail(Failed(f"process {pid}, which the engine of rank {rank} had started, is gone", rank))
+
+    def _look_after(self, ward: Ward) -> None:
+        """If the rank has ended: what it had still said comes first, then what its end means."""
+        if ward.exitcode is not None or not ward.poll():
+            return
+        self._forget(ward)
+        if ward.failed is not None or not self._leaving:
+            self._fail(ward.last_words())
+        elif ward.rank == 0:
+            self._loop.later(FOLLOWERS_S, self._dismiss)
+
+    def _forget(self, ward: Ward) -> None:
+        if not ward.tail.eof:
+            self._loop.forget(ward.tail.fd)
+            ward.tail.read()
+        if not ward.channel.eof:
+            self._hear(ward)
+        if not ward.channel.eof:
+            self._loop.forget(ward.channel)
+        if ward.pidfd is not None:
+            self._loop.forget(ward.pidfd)
+        ward.close()
+
+    # ---------------------------------------------------------------------------------------------------- end
+
+    def _fail(self, words: Failed) -> None:
+        """The first failure is told at once and ends the world; a rank that reported its own may still tell its frontends."""
+        if self._verdict is not None:
+            return
+        self._verdict = words
+        self._tell(words)
+        self._leaving = True
+        self._loop.later(LAST_WORDS_S, self._kill)
+        for ward in self._alive():
+            if ward.failed is None:
+                ward.kill()
+
+    def _dismiss(self) -> None:
+        """Rank 0 has ended as it was told to; the others have nothing to follow any more."""
+        for ward in self._alive():
+            ward.ask_to_end()
+        self._loop.later(LEAVE_S, self._kill)
+
+    def _kill(self) -> None:
+        for ward in self._alive():
+            ward.kill()
+
+    def _sweep(self) -> None:
+        """Ends what the engine's ranks have left behind."""
+        for identity in self._adopted:
+            if is_alive(identity):
+                kill_process(identity.pid)
+        kill_session(os.getpid())
