@@ -92,7 +92,9 @@ class Plan:
             key=spec.key,
             owner=spec.owner,
             by_reference=Capability.CROSS_PROCESS not in self.transport.capabilities,
+            reliable=Capability.RELIABLE in self.transport.capabilities,
             settings=settings.wire,
+            liveness=settings.liveness,
         )
 
     def summary(self) -> str:
