@@ -37,9 +37,7 @@ class RankProcess:
     def __init__(self, channel: Channel[ToRank], begin: Begin) -> None:
         self._channel, self._begin = channel, begin
         self._go = threading.Event()
-        self._context = RankContext(
-            self._report, begin.rank, begin.world_size, begin.rendezvous, begin.rendezvous_fd
-        )
+        self._context = RankContext(self._report, begin.rank, begin.world_size, begin.rendezvous, begin.rendezvous_fd)
 
     def run(self) -> int:
         threading.Thread(target=self._obey, name="tllm-obey", daemon=True).start()

@@ -27,6 +27,7 @@ from tllm_core.contracts.messages import EngineInfo
 from tllm_core.errors import ConfigError, TllmError
 from tllm_core.registry import Registry, load_object
 from tllm_core.wire.link import EngineLink
+from tllm_core.wire.liveness import LivenessSettings
 from tllm_core.wire.settings import WireSettings
 from tllm_core.world.calls import declared
 from tllm_core.world.channel import Adopted, FromRank, Leaving, Prepared
@@ -184,5 +185,7 @@ def _link(spec: WorldSpec, transport: Transport, port: EnginePort, info: EngineI
         owner=spec.owner,
         info=info,
         by_reference=Capability.CROSS_PROCESS not in transport.capabilities,
+        reliable=Capability.RELIABLE in transport.capabilities,
         settings=convert_options(WireSettings, spec.wire, "wire"),
+        liveness=convert_options(LivenessSettings, spec.liveness, "liveness"),
     )

@@ -64,7 +64,9 @@ class SpawnLauncher(Launcher):
         try:
             msgspec.msgpack.encode(launch)
         except (TypeError, OverflowError) as error:
-            raise ConfigError(f"engine.{spec.engine}: the options must be plain data to cross processes: {error}") from None
+            raise ConfigError(
+                f"engine.{spec.engine}: the options must be plain data to cross processes: {error}"
+            ) from None
         return SpawnWorld(launch)
 
     def _order(self, spec: WorldSpec) -> Launch:
@@ -106,6 +108,7 @@ class SpawnWorld(World):
         self._reading, self._ending = threading.Lock(), threading.RLock()
         self._ranks: tuple[Identity, ...] = ()
         self._queue: list[WorldEvent] = []
+        self._lost: Exited | None = None
         self._exited = self._over = self._freed = False
 
     # ------------------------------------------------------------------------------------------------- events
@@ -115,7 +118,8 @@ class SpawnWorld(World):
             return []
         with self._reading:
             if not self._queue and not self._freed and not self._over:
-                self._wait(timeout)
+                if self._lost is None:
+                    self._wait(timeout)
                 self._take()
             events, self._queue = self._queue, []
             self._over = self._over or any(isinstance(event, Exited) for event in events)
@@ -131,6 +135,10 @@ class SpawnWorld(World):
             os.read(self._wakee, 4096)
 
     def _take(self) -> None:
+        if self._lost is not None:
+            self._clear()
+            self._queue.append(self._lost)
+            self._lost, self._exited = None, True
         if self._exited:
             return
         events = self._channel.receive()
@@ -143,13 +151,11 @@ class SpawnWorld(World):
             self._lose_watcher()
 
     def _lose_watcher(self) -> None:
-        """The watcher is gone without a word. Its ranks go with it; what they leave behind is ended here."""
-        self._exited = True
+        """The watcher is gone without a word, and its ranks with it. That is told at once; Exited when they are seen gone."""
         exitcode = self._reap()
         message = f"the engine's watcher {describe_exit(exitcode)}"
         self._queue.append(Failed(message, exitcode=exitcode))
-        self._clear()
-        self._queue.append(Exited(False, message, exitcode=exitcode))
+        self._lost = Exited(False, message, exitcode=exitcode)
 
     def wake(self) -> None:
         with contextlib.suppress(OSError):
@@ -209,6 +215,8 @@ class SpawnWorld(World):
         self.wake()
         with self._reading:
             self._take()
+            if self._lost is not None:
+                self._take()
             if not self._exited:
                 self._exited = True
                 self._queue.append(Exited(False, "the engine world was killed by its owner"))

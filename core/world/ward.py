@@ -7,22 +7,21 @@ import subprocess
 
 from tllm_core.contracts.interfaces import Failed, Identity
 from tllm_core.contracts.messages import RankState
-from tllm_core.errors import Cause, describe_exit
+from tllm_core.errors import describe_exit
 from tllm_core.world.channel import Channel, FromRank
-from tllm_core.world.process import identify, kill_group, open_pidfd, read_stat
+from tllm_core.world.process import LINUX, identify, kill_group, open_pidfd, read_stat
 from tllm_core.world.stderr import Relay, Tail
 
 
 class Ward:
     """One rank's process, with its channel, its stderr and a descriptor that tells its end.
 
-    `failed`: what it said of its own failure. `leaving`: it said that its end is intended. `exitcode`: None while it lives.
+    `failed`: what it said of its own failure. `exitcode`: None while it lives.
     """
 
     def __init__(self, rank: int, python: str, relay: Relay, inherited: list[int]) -> None:
         self.rank = rank
         self.failed: Failed | None = None
-        self.leaving = False
         self.exitcode: int | None = None
         ours, theirs = socket.socketpair()
         reader, writer = os.pipe()
@@ -47,9 +46,13 @@ class Ward:
         return self.exitcode is not None
 
     def state(self) -> tuple[RankState, float]:
-        """Its run state and the CPU seconds that it has used."""
-        stat = None if self.exitcode is not None else read_stat(self._popen.pid)
-        return (RankState.GONE, 0.0) if stat is None else (stat.state, stat.cpu_s)
+        """Its run state and the CPU seconds that it has used; running and 0 where the system does not tell."""
+        if self.exitcode is not None:
+            return RankState.GONE, 0.0
+        stat = read_stat(self._popen.pid)
+        if stat is not None:
+            return stat.state, stat.cpu_s
+        return (RankState.GONE if LINUX else RankState.RUNNING), 0.0
 
     def last_words(self) -> Failed:
         """Why it ended, with what is known besides: its own report first, else how it exited."""
@@ -57,7 +60,7 @@ class Ward:
         if self.failed is not None:
             words = self.failed
             return Failed(words.message, self.rank, exitcode, words.traceback, tail, words.kind)
-        return Failed(str(_cause(self.rank, exitcode)), self.rank, exitcode, None, tail)
+        return Failed(f"engine rank {self.rank} {describe_exit(exitcode)}", self.rank, exitcode, None, tail)
 
     def ask_to_end(self) -> None:
         self._signal(signal.SIGTERM)
@@ -77,10 +80,6 @@ class Ward:
         self.tail.close()
         if self.pidfd is not None:
             os.close(self.pidfd)
-
-
-def _cause(rank: int, exitcode: int | None) -> Cause:
-    return Cause(f"engine rank {rank} {describe_exit(exitcode)}", rank=rank, exitcode=exitcode)
 
 
 def _start(python: str, fd: int, stderr: int, inherited: list[int]) -> subprocess.Popen[bytes]:

@@ -20,7 +20,19 @@ from tllm_core.contracts.interfaces import (
     WorldEvent,
 )
 from tllm_core.contracts.messages import Beat
-from tllm_core.world.channel import Adopted, Begin, Channel, End, FromRank, Go, Kill, Launch, Leaving, Prepared, ToWatcher
+from tllm_core.world.channel import (
+    Adopted,
+    Begin,
+    Channel,
+    End,
+    FromRank,
+    Go,
+    Kill,
+    Launch,
+    Leaving,
+    Prepared,
+    ToWatcher,
+)
 from tllm_core.world.loop import Loop
 from tllm_core.world.process import (
     POLL_S,
