@@ -34,6 +34,7 @@ check-fast: $(VENV)/.test lint
 lint: $(VENV)/.test typing
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
+	$(BIN)/python tools/module_list.py --check
 	$(BIN)/mypy
 	$(LINKED) $(BIN)/lint-imports
 
