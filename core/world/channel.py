@@ -5,7 +5,7 @@ import select
 import socket
 import threading
 import time
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import msgspec
 from msgspec import Struct
@@ -76,7 +76,7 @@ class Channel(Generic[M]):
     """One end of a socket pair. Nothing blocks but `wait` and `drain`; what can't be sent yet is kept. `send` and `drain` may be
     called from any thread, `receive` has one caller at a time."""
 
-    def __init__(self, sock: socket.socket, incoming: type[M]) -> None:
+    def __init__(self, sock: socket.socket, incoming: Any) -> None:
         sock.setblocking(False)
         self.eof = False
         self._sock = sock

@@ -1,7 +1,8 @@
 """What one session is to be sent of a step: rows collected into columns, and parked where its lane has no room."""
 
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+
+from msgspec import Struct
 
 from tllm_core.contracts.messages import FINISH_CODES, ErrorReport, FinishReason, Output, RowExtra, StepBatch
 
@@ -83,7 +84,7 @@ class Rows:
         return batch
 
 
-class Row(NamedTuple):
+class Row(Struct, frozen=True, gc=False):
     """One row of a batch, taken out of its columns."""
 
     client_id: int

@@ -1,14 +1,16 @@
 """The rank processes as the watcher holds them: started, watched, ended."""
 
+import contextlib
 import os
 import signal
 import socket
 import subprocess
+from collections.abc import Iterator
 
 from tllm_core.contracts.interfaces import Failed, Identity
 from tllm_core.contracts.messages import RankState
 from tllm_core.errors import describe_exit
-from tllm_core.world.channel import Channel, FromRank
+from tllm_core.world.channel import Begin, Channel, FromRank, Launch
 from tllm_core.world.process import LINUX, identify, kill_group, open_pidfd, read_stat
 from tllm_core.world.stderr import Relay, Tail
 
@@ -80,6 +82,35 @@ class Ward:
         self.tail.close()
         if self.pidfd is not None:
             os.close(self.pidfd)
+
+
+def start_wards(launch: Launch, shared: int, relay: Relay) -> Iterator[Ward]:
+    """Starts the ranks one after the other, each told what it needs. Raises OSError where the interpreter can't be executed."""
+    with contextlib.ExitStack() as closers:
+        store = closers.enter_context(_bind_store()) if launch.world_size > 1 else None
+        for rank in range(launch.world_size):
+            begin = _begin(launch, rank, shared, store)
+            inherited = [fd for fd in (begin.progress_fd, begin.rendezvous_fd) if fd is not None]
+            ward = Ward(rank, launch.python, relay, inherited)
+            ward.channel.send(begin)
+            yield ward
+
+
+def _bind_store() -> socket.socket:
+    """A port for the engine's rendezvous: bound before it is advertised, so that nobody else can take it."""
+    return socket.create_server(("127.0.0.1", 0))
+
+
+def _begin(launch: Launch, rank: int, shared: int, store: socket.socket | None) -> Begin:
+    return Begin(
+        spec=launch.spec,
+        rank=rank,
+        world_size=launch.world_size,
+        sys_path=launch.sys_path,
+        progress_fd=shared if rank == 0 else None,
+        rendezvous=None if store is None else f"127.0.0.1:{store.getsockname()[1]}",
+        rendezvous_fd=store.fileno() if store is not None and rank == 0 else None,
+    )
 
 
 def _start(python: str, fd: int, stderr: int, inherited: list[int]) -> subprocess.Popen[bytes]:

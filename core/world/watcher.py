@@ -22,7 +22,6 @@ from tllm_core.contracts.interfaces import (
 from tllm_core.contracts.messages import Beat
 from tllm_core.world.channel import (
     Adopted,
-    Begin,
     Channel,
     End,
     FromRank,
@@ -45,7 +44,7 @@ from tllm_core.world.process import (
 )
 from tllm_core.world.progress import Progress, create_shared
 from tllm_core.world.stderr import Relay
-from tllm_core.world.ward import Ward
+from tllm_core.world.ward import Ward, start_wards
 
 LEAVE_S = 5.0
 """How long the world may take to end once a rank is leaving."""
@@ -106,8 +105,9 @@ class Watcher:
         return [ward for ward in self._wards if ward.exitcode is None]
 
     def _flush(self) -> None:
-        for channel in (self._owner, *(ward.channel for ward in self._alive())):
-            channel.flush()
+        self._owner.flush()
+        for ward in self._alive():
+            ward.channel.flush()
 
     # -------------------------------------------------------------------------------------------------- owner
 
@@ -198,32 +198,10 @@ class Watcher:
     # -------------------------------------------------------------------------------------------------- ranks
 
     def _start_ranks(self) -> None:
-        store = self._bind_store()
-        for rank in range(self._launch.world_size):
-            begin = self._begin(rank, store)
-            inherited = [fd for fd in (begin.progress_fd, begin.rendezvous_fd) if fd is not None]
-            ward = Ward(rank, self._launch.python, self._relay, inherited)
+        for ward in start_wards(self._launch, self._shared, self._relay):
             self._wards.append(ward)
             self._watch_ward(ward)
-            ward.channel.send(begin)
-        if store is not None:
-            store.close()
         self._tell(Identified(tuple(ward.identity for ward in self._wards), identify(-1, os.getpid())))
-
-    def _bind_store(self) -> socket.socket | None:
-        """A port for the engine's rendezvous: bound before it is advertised, so that nobody else can take it."""
-        return socket.create_server(("127.0.0.1", 0)) if self._launch.world_size > 1 else None
-
-    def _begin(self, rank: int, store: socket.socket | None) -> Begin:
-        return Begin(
-            spec=self._launch.spec,
-            rank=rank,
-            world_size=self._launch.world_size,
-            sys_path=self._launch.sys_path,
-            progress_fd=self._shared if rank == 0 else None,
-            rendezvous=None if store is None else f"127.0.0.1:{store.getsockname()[1]}",
-            rendezvous_fd=store.fileno() if store is not None and rank == 0 else None,
-        )
 
     def _watch_ward(self, ward: Ward) -> None:
         self._loop.watch(ward.channel, lambda: self._hear(ward))

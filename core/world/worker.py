@@ -211,8 +211,6 @@ class Worker:
         match command:
             case Submit():
                 self._submit(outbox, command)
-            case Abort(client_id=None):
-                self._abort_all(outbox)
             case Abort():
                 self._abort(outbox, command.client_id)
             case Control():
@@ -259,21 +257,19 @@ class Worker:
         self._abort(outbox, client_id)
         self._report(outbox, client_id, ErrorReport(message))
 
-    def _abort(self, outbox: Outbox, client_id: int) -> None:
-        """The frontend has settled it already: nothing is sent, later outputs are dropped. Unknown ids are ignored."""
-        request_id = outbox.requests.get(client_id)
-        if request_id is not None:
-            self._forget(request_id, self._entries[request_id])
-            self._engine.abort(request_id)
-
-    def _abort_all(self, outbox: Outbox) -> None:
-        for client_id in list(outbox.requests):
-            self._abort(outbox, client_id)
+    def _abort(self, outbox: Outbox, client_id: int | None) -> None:
+        """One request, or all of the session's. The frontend has settled them already, so that nothing is sent; later outputs
+        are dropped. Unknown ids are ignored."""
+        for victim in list(outbox.requests) if client_id is None else (client_id,):
+            request_id = outbox.requests.get(victim)
+            if request_id is not None:
+                self._forget(request_id, self._entries[request_id])
+                self._engine.abort(request_id)
 
     def _leave(self, session: int) -> None:
         outbox = self._outboxes.pop(session, None)
         if outbox is not None:
-            self._abort_all(outbox)
+            self._abort(outbox, None)
             self._dirty.pop(session, None)
 
     def _time_out(self, request_id: int) -> None:
