@@ -299,7 +299,7 @@ def test_what_can_never_fit_is_refused_with_all_numbers(prompt: int, max_tokens:
 
 
 def test_prompt_rows_come_once_each_in_order_also_over_chunks_and_preemption() -> None:
-    lines, cache = scheduler(blocks=9, max_num_seqs=2, max_batched_tokens=2), Cache(9)
+    lines, cache = scheduler(blocks=10, max_num_seqs=2, max_batched_tokens=2), Cache(10)
     first, watched = make(4, 24, arrival=1), make(27, 30, arrival=2, prompt_logprobs=0)
     lines.add(first)
     lines.add(watched)
