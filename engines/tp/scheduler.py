@@ -204,11 +204,12 @@ class _Step:
     def _want_prompt_rows(self, sequence: Sequence, begin: int, end: int, first_row: int) -> None:
         """Row p tells of prompt token p + 1, so that the last prompt token's row is none of them."""
         last = sequence.prompt_len - 1
-        wanted = range(max(begin, sequence.prompt_row or 0), min(end, last))
+        known = sequence.prompt_row or 0
+        wanted = range(max(begin, known), min(end, last))
         if wanted:
             self.prompt_rows.append(PromptRows(sequence, len(self.logits_rows), len(wanted), wanted.start))
             self.logits_rows.extend(range(first_row + wanted.start - begin, first_row + wanted.stop - begin))
-        sequence.prompt_row = min(end, last) if end < last else None
+        sequence.prompt_row = max(end, known) if end < last else None
 
     def result(self) -> Scheduled:
         batch = ScheduledBatch(
