@@ -13,7 +13,8 @@ from tllm_core.contracts.interfaces import Ready
 from tllm_core.world.channel import Begin, Channel, End, FromRank, Go, ToRank
 from tllm_core.world.process import die_with_parent
 from tllm_core.world.progress import Progress
-from tllm_core.world.rank import RankContext, failed_of, follow, lead, resolve
+from tllm_core.world.rank import RankContext, follow, lead, resolve
+from tllm_core.world.words import failed_of
 
 DRAIN_S = 5.0
 """How long a rank waits for its watcher to take a message. The watcher always reads; beyond this it is as good as gone."""

@@ -2,7 +2,6 @@
 
 import logging
 import threading
-import traceback
 from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
@@ -16,7 +15,6 @@ from tllm_core.contracts.interfaces import (
     EngineContext,
     EnginePort,
     EngineSpec,
-    Failed,
     Listening,
     Phase,
     Ready,
@@ -24,13 +22,13 @@ from tllm_core.contracts.interfaces import (
     WorldSpec,
 )
 from tllm_core.contracts.messages import EngineInfo
-from tllm_core.errors import ConfigError, TllmError
 from tllm_core.registry import Registry, load_object
 from tllm_core.wire.link import EngineLink
 from tllm_core.wire.liveness import LivenessSettings
 from tllm_core.wire.settings import WireSettings
 from tllm_core.world.calls import declared
 from tllm_core.world.channel import Adopted, FromRank, Leaving, Prepared
+from tllm_core.world.words import failed_of
 from tllm_core.world.worker import Worker
 
 log = logging.getLogger(__name__)
@@ -56,15 +54,6 @@ def resolve(spec: WorldSpec) -> Parts:
     settings = convert_options(engine.settings_type, spec.engine_options, f"engine.{engine.name}")
     world_size = 1 if engine.world_size is None else load_object(engine.world_size)(settings)
     return Parts(spec, engine, settings, world_size)
-
-
-def failed_of(error: BaseException, rank: int) -> Failed:
-    """What is told of an exception: mistakes of people in one line, anything else with its traceback."""
-    kind = type(error).__name__
-    if isinstance(error, ConfigError):
-        return Failed(str(error), rank=rank, kind=kind)
-    message = str(error) if isinstance(error, TllmError) else f"{kind}: {error}"
-    return Failed(message, rank=rank, kind=kind, traceback="".join(traceback.format_exception(error)))
 
 
 class RankContext(EngineContext):

@@ -8,9 +8,8 @@ import contextlib
 import itertools
 import logging
 import time
-import traceback
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 from msgspec import Struct
@@ -24,7 +23,6 @@ from tllm_core.contracts.messages import (
     EngineRequest,
     ErrorReport,
     Goodbye,
-    Obituary,
     Output,
     Stop,
     Stopping,
@@ -35,6 +33,7 @@ from tllm_core.errors import RequestError, TransportError
 from tllm_core.world.calls import Calls
 from tllm_core.world.deadlines import Deadlines
 from tllm_core.world.outbox import Outbox
+from tllm_core.world.words import obituary_of
 
 log = logging.getLogger(__name__)
 
@@ -69,12 +68,6 @@ class Entry(Struct, gc=False):
     client_id: int
     sequences: int = 1
     ended: set[int] | None = None
-
-
-def obituary_of(error: BaseException, rank: int = 0) -> Obituary:
-    """An engine's last words."""
-    text = "".join(traceback.format_exception(error))
-    return Obituary(f"the engine failed: {type(error).__name__}: {error}", rank=rank, traceback=text)
 
 
 class Worker:
@@ -153,15 +146,34 @@ class Worker:
         step = self._engine.step()
         self._steps += 1
         self._again = step.again
-        entries, dirty = self._entries, self._dirty
-        for output in step.outputs:
-            entry = entries.get(output.request_id)
+        if len(self._outboxes) != 1 or not self._collect_whole(step.outputs):
+            self._collect(step.outputs)
+
+    def _collect_whole(self, outputs: Sequence[Output]) -> bool:
+        """`_collect` for the usual step of a single session, in half the time; False, and nothing done, for any other."""
+        if not outputs:
+            return True
+        entries = self._entries
+        try:
+            owners = [entries[output.request_id] for output in outputs]
+        except KeyError:
+            return False
+        outbox = owners[0].outbox
+        if not outbox.rows.fill([entry.client_id for entry in owners], outputs):
+            return False
+        self._dirty[outbox.session] = outbox
+        for row, _, _ in outbox.rows.finishes:
+            self._end(outputs[row].request_id, owners[row], outputs[row])
+        return True
+
+    def _collect(self, outputs: Sequence[Output]) -> None:
+        for output in outputs:
+            entry = self._entries.get(output.request_id)
             if entry is None:
                 self.counters["late_rows"] += 1
                 continue
-            outbox = entry.outbox
-            dirty[outbox.session] = outbox
-            outbox.rows.add(entry.client_id, output)
+            self._dirty[entry.outbox.session] = entry.outbox
+            entry.outbox.rows.add(entry.client_id, output)
             if output.finish_reason is not None or output.error is not None:
                 self._end(output.request_id, entry, output)
 
@@ -174,8 +186,8 @@ class Worker:
         self._forget(request_id, entry)
 
     def _forget(self, request_id: int, entry: Entry) -> None:
-        del self._entries[request_id]
-        del entry.outbox.requests[entry.client_id]
+        if self._entries.pop(request_id, None) is not None:
+            del entry.outbox.requests[entry.client_id]
 
     def _flush(self) -> None:
         if not self._dirty:

@@ -52,6 +52,16 @@ def test_parking_changes_no_sequence(steps):
     assert {(row.client_id, row.index) for row in rows if row.finish} == finished
 
 
+@given(st.lists(outputs, max_size=8))
+def test_filling_whole_steps_gives_the_same_columns_or_declines(step):
+    rows = Rows()
+    if rows.fill([output.request_id for output in step], step):
+        assert rows.take() == collect(step)
+    else:
+        assert any(output.index or len(output.token_ids) != 1 for output in step)
+        assert rows.take() == collect([])
+
+
 def test_one_token_each_of_first_sequences_needs_no_columns_for_it():
     batch = collect([Output(request_id=1, token_ids=(5,)), Output(request_id=2, token_ids=(6,))])
     assert (batch.client_ids, batch.token_ids, batch.counts, batch.indexes) == ([1, 2], [5, 6], None, None)

@@ -1,0 +1,25 @@
+"""How an exception in a rank is told to others."""
+
+import traceback
+
+from tllm_core.contracts.interfaces import Failed
+from tllm_core.contracts.messages import Obituary
+from tllm_core.errors import ConfigError, TllmError
+
+
+def failed_of(error: BaseException, rank: int) -> Failed:
+    """To the owner: mistakes of people in one line, anything else with its traceback."""
+    kind = type(error).__name__
+    if isinstance(error, ConfigError):
+        return Failed(str(error), rank=rank, kind=kind)
+    message = str(error) if isinstance(error, TllmError) else f"{kind}: {error}"
+    return Failed(message, rank=rank, kind=kind, traceback=_text(error))
+
+
+def obituary_of(error: BaseException, rank: int = 0) -> Obituary:
+    """To every session: the engine's last words."""
+    return Obituary(f"{type(error).__name__}: {error}", rank=rank, traceback=_text(error))
+
+
+def _text(error: BaseException) -> str:
+    return "".join(traceback.format_exception(error))
