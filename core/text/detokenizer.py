@@ -35,6 +35,16 @@ class Detokenizer(Protocol):
         ...
 
 
+class NoText:
+    """Where there is no tokenizer: tokens without text."""
+
+    def push(self, token_id: int) -> str:
+        return ""
+
+    def flush(self) -> str:
+        return ""
+
+
 class Vocabulary:
     """What the tokens of one tokenizer look like, remembered. Make one per tokenizer; any threads may share it."""
 

@@ -7,12 +7,17 @@ from bisect import bisect_left
 from collections.abc import Iterable
 
 from tllm_core.contracts.messages import SamplingParams
-from tllm_core.text.detokenizer import Detokenizer, Vocabulary
+from tllm_core.errors import RequestError
+from tllm_core.text.detokenizer import Detokenizer, NoText, Vocabulary
 from tllm_core.text.stops import Match, StopScanner, StopStrings
 
 
-def sequences_of(vocabulary: Vocabulary, params: SamplingParams) -> list[SequenceText]:
-    """One per sequence of a request with `params`."""
+def sequences_of(vocabulary: Vocabulary | None, params: SamplingParams) -> list[SequenceText]:
+    """One per sequence of a request with `params`. Without a vocabulary there is no text, and no place for stop strings."""
+    if vocabulary is None:
+        if params.stop:
+            raise RequestError("stop strings are found in text, and there is no tokenizer to make any", field="stop")
+        return [SequenceText(NoText()) for _ in range(params.n)]
     stops = StopStrings(params.stop) if params.stop else None
     return [
         SequenceText(

@@ -70,7 +70,7 @@ class HuggingFaceTokenizer:
 
     @property
     def chat_template(self) -> str | None:
-        template = self.inner.chat_template
+        template = self.inner.chat_template  # some models have several, by name
         return template.get("default") if isinstance(template, dict) else template
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
