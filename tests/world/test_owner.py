@@ -96,13 +96,15 @@ def test_a_fork_that_outlives_the_owner_does_not_keep_its_world(script):
     owner = script("""
         world = start()
         if os.fork() == 0:
-            time.sleep(8)
-            os._exit(0)
+            say(forked=os.getpid())
+            time.sleep(600)
         time.sleep(600)
         """)
-    owner.until("event")
+    fork = owner.until("forked")
     os.kill(owner.popen.pid, signal.SIGKILL)
-    assert wait_gone(owner.processes, 5)
+    gone = wait_gone(owner.processes, 5)
+    os.kill(fork, signal.SIGKILL)
+    assert gone
 
 
 def test_a_script_needs_no_main_guard_and_runs_once(script):

@@ -240,6 +240,24 @@ def test_a_killed_watcher_takes_the_ranks_along(spawn, engine_module, tmp_path):
     assert wait_gone_pid(grandchild)
 
 
+def test_a_killed_watcher_takes_along_even_a_rank_that_holds_its_lock(spawn, engine_module, tmp_path):
+    spec = engine_module(
+        """
+        def start(self, context):
+            sleep = ctypes.PyDLL(None).sleep
+            with open(self.settings.path, "w") as file:
+                file.write("held")
+            sleep(600)
+        """,
+        imports="import ctypes",
+    )
+    path = tmp_path / "held"
+    world = spawn(spec, path=str(path))
+    world.until(Beaten, when=lambda event: path.exists() and path.read_text() == "held")
+    os.kill(world.identified().watcher.pid, signal.SIGKILL)
+    assert wait_gone(world.processes(), 5)
+
+
 def wait_gone_pid(pid):
     deadline = time.monotonic() + 10
     while time.monotonic() < deadline:
