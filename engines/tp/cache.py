@@ -75,7 +75,9 @@ class CacheEntry:
             target.rename(self.directory)
         except OSError as error:
             if error.errno in (errno.ENOSPC, errno.EDQUOT):
-                raise _no_room(self.directory.parent, "it became full half-way, and what was written is removed") from None
+                raise _no_room(
+                    self.directory.parent, "it became full half-way, and what was written is removed"
+                ) from None
             raise ModelError(f"can't write to the cache {self.directory.parent}: {error}") from None
         finally:
             shutil.rmtree(scratch, ignore_errors=True)

@@ -22,7 +22,9 @@ def convert_gguf(source: Path, target: Path, eos_token_ids: Sequence[int], progr
         from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
         from transformers.utils import logging
     except ImportError as error:
-        raise ModelError(f"converting {source.name} needs transformers: pip install 'tllm-core[engine]' ({error})") from None
+        raise ModelError(
+            f"converting {source.name} needs transformers: pip install 'tllm-core[engine]' ({error})"
+        ) from None
     logging.disable_progress_bar()
     directory, file = str(source.parent), source.name
     progress("converting the tokenizer", None)

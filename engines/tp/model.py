@@ -123,7 +123,7 @@ class _Loader:
         self._checkpoint, self._dtype, self._device = checkpoint, dtype, device
 
     def vector(self, name: str, size: int) -> torch.Tensor:
-        return self._checkpoint.stacked([name], [[size]], self._dtype, self.arithmetic).to(self._device)
+        return self._checkpoint.stacked([name], [[size]], self._dtype, self.arithmetic).clone().to(self._device)
 
     def linear(self, names: list[str], rows: list[int], columns: int, bias: bool) -> Linear:
         """One product for weights of equal input, stacked in the order of `names`."""

@@ -59,13 +59,9 @@ def _looks_like_path(model: str) -> bool:
 
 def _unknown(model: str) -> str:
     near = difflib.get_close_matches(model, CATALOGUE, n=1, cutoff=0.5)
-    hint = f"; did you mean {near[0]!r}?" if near else ""
+    hint = f"; did you mean {near[0]!r}?" if near else "."
     known = ", ".join(sorted(CATALOGUE))
-    return (
-        f"unknown model {model!r}{hint} Known names: {known}. Else name a directory, a GGUF file or a hub id like org/name"
-        if near
-        else f"unknown model {model!r}: known names are {known}; else name a directory, a GGUF file or a hub id like org/name"
-    )
+    return f"unknown model {model!r}{hint} Known: {known}; else name a directory, a GGUF file or a hub id like org/name"
 
 
 def _from_gguf(path: Path, cache: Path, progress: Progress) -> Path:

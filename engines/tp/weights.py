@@ -42,25 +42,32 @@ class Checkpoint:
 
     def tensor(self, name: str, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """A copy of one tensor in `dtype`."""
-        return self.stacked([name], [shape], dtype, dtype)
+        return self.stacked([name], [shape], dtype, dtype).clone()
 
     def stacked(
         self, names: Sequence[str], shapes: Sequence[Sequence[int]], stored: torch.dtype, dtype: torch.dtype
     ) -> torch.Tensor:
         """Tensors one below the other along their first axis, rounded to `stored` and held in `dtype`.
 
-        Raises ModelError, which names the tensor, where one is missing or is not of its shape.
+        A single one that needs no conversion is the mapped file itself: to be read, and not after this checkpoint is
+        closed. Raises ModelError, which names the tensor, where one is missing or is not of its shape.
         """
-        rows = [shape[0] for shape in shapes]
-        target = torch.empty(sum(rows), *shapes[0][1:], dtype=dtype)
-        for name, shape, part in zip(names, shapes, target.split(rows), strict=True):
-            source = self._mapped(name)
-            if list(source.shape) != list(shape):
-                raise ModelError(
-                    f"{self._where[name]}: {name} is of shape {list(source.shape)}, but config.json asks for {list(shape)}"
-                )
-            part.copy_(source.to(stored) if source.dtype.itemsize > stored.itemsize else source)
+        sources = [self._shaped(name, shape) for name, shape in zip(names, shapes, strict=True)]
+        rounded = [source.to(stored) if source.dtype.itemsize > stored.itemsize else source for source in sources]
+        if len(rounded) == 1:
+            return rounded[0].to(dtype)
+        target = torch.empty(sum(shape[0] for shape in shapes), *shapes[0][1:], dtype=dtype)
+        for source, part in zip(rounded, target.split([shape[0] for shape in shapes]), strict=True):
+            part.copy_(source)
         return target
+
+    def _shaped(self, name: str, shape: Sequence[int]) -> torch.Tensor:
+        tensor = self._mapped(name)
+        if list(tensor.shape) != list(shape):
+            raise ModelError(
+                f"{self._where[name]}: {name} is of shape {list(tensor.shape)}, but config.json asks for {list(shape)}"
+            )
+        return tensor
 
     def _mapped(self, name: str) -> torch.Tensor:
         path = self._where.get(name)

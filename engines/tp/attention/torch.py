@@ -5,6 +5,8 @@ kv head are that head's query rows, so that nothing is expanded. Prompts are com
 step's keys and values where they have no context yet.
 """
 
+import math
+import mmap
 from dataclasses import dataclass
 
 import torch
@@ -57,9 +59,7 @@ class TorchAttention(AttentionBackend):
         device: torch.device,
     ) -> None:
         # Zeros, not empty: rows that were never written are multiplied by a weight of zero, and NaN * 0 is NaN.
-        self.cache = torch.zeros(
-            num_layers, 2, num_blocks, block_size, num_kv_heads, head_dim, dtype=dtype, device=device
-        )
+        self.cache = _zeros((num_layers, 2, num_blocks, block_size, num_kv_heads, head_dim), dtype, device)
         self._rows = [layer.view(2, num_blocks * block_size, num_kv_heads, head_dim) for layer in self.cache]
         self._pages = [layer.view(2 * num_blocks, -1) for layer in self.cache]
         self._buffer = torch.empty(0, dtype=dtype, device=device)
@@ -166,6 +166,16 @@ class TorchAttention(AttentionBackend):
         kv_heads, head_dim = self.cache.shape[4:]
         both = into.view(2, size, -1, kv_heads, head_dim)[:, :, :length].transpose(2, 3)
         return both[0], both[1]
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """On a CPU the pages are the system's own zeros, which take memory and time only once they are written."""
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    pages = mmap.mmap(-1, math.prod(shape) * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        pages.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(pages, dtype=dtype).view(shape)
 
 
 def group_by_length(page_counts: list[int]) -> list[list[int]]:

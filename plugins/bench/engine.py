@@ -1,0 +1,145 @@
+"""`tllm bench engine`: decode and prefill speed of the tp engine beside transformers and the bare matrix products.
+
+All of it in one run, in alternating rounds, because absolutes of different runs on a shared machine can't be compared.
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator
+
+from msgspec import Struct, field
+
+from tllm_core.errors import ConfigError
+
+PREFILL_TOKENS = 512
+
+
+class Plan(Struct, frozen=True):
+    """What is measured. batches: sequences that decode at once."""
+
+    model: str
+    dtype: str
+    batches: tuple[int, ...]
+    prompt_tokens: int
+    new_tokens: int
+    threads: int | None
+    rounds: int
+    compare: bool
+
+
+class Case(Struct):
+    """One workload and the best tokens/s of each contender: ours, generate, continuous_batching, gemm_limit."""
+
+    name: str
+    batch: int
+    best: dict[str, float] = field(default_factory=dict)
+
+    def note(self, contender: str, tokens_per_s: float) -> None:
+        self.best[contender] = max(tokens_per_s, self.best.get(contender, 0.0))
+
+    def ratios(self) -> dict[str, float]:
+        ours = self.best["ours"]
+        return {name: ours / speed for name, speed in self.best.items() if name != "ours" and speed}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of `tllm bench engine`."""
+    parser.add_argument("--model", default="smollm2-135m", help="as the tp engine's option of that name")
+    parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
+    parser.add_argument("--batch", default="1,8,16", help="sequences that decode at once, comma separated")
+    parser.add_argument("--prompt-tokens", type=int, default=64)
+    parser.add_argument("--new-tokens", type=int, default=64)
+    parser.add_argument("--threads", type=int, default=None, help="CPU threads of torch; all cores by default")
+    parser.add_argument("--rounds", type=int, default=3, help="the best of so many is reported")
+    parser.add_argument("--compare", choices=("transformers",), default=None)
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Measures and prints; returns the exit code. Raises ConfigError for options or a model that can't be used."""
+    plan = _plan(arguments)
+    cases = measure(plan)
+    if arguments.json:
+        print(json.dumps({"plan": _plain(plan), "cases": [_report(case) for case in cases]}, indent=2))
+    else:
+        print("\n".join(_table(plan, cases)))
+    return 0
+
+
+def measure(plan: Plan) -> list[Case]:
+    """Runs every contender on every case, `plan.rounds` times in turn."""
+    from tllm_core.plugins.bench.engine_contenders import Contender, GemmLimit, Ours, Transformers
+
+    decode = [Case(f"decode batch {batch}", batch) for batch in plan.batches]
+    prefill = Case(f"prefill {PREFILL_TOKENS}", 1)
+    ours = Ours(plan.model, plan.dtype, plan.threads, max(plan.batches))
+    try:
+        contenders: list[Contender] = [ours, GemmLimit(ours.model_dir, plan.dtype)]
+        if plan.compare:
+            contenders += Transformers.both(ours.model_dir, plan.dtype)
+        for number in range(plan.rounds):
+            for case, contender in ((case, contender) for case in decode for contender in contenders):
+                _say(f"round {number + 1}/{plan.rounds}: {case.name}, {contender.name}")
+                case.note(contender.name, contender.decode(case.batch, plan.prompt_tokens, plan.new_tokens))
+            for contender in contenders:
+                _say(f"round {number + 1}/{plan.rounds}: {prefill.name}, {contender.name}")
+                prefill.note(contender.name, contender.prefill(PREFILL_TOKENS))
+    finally:
+        ours.close()
+    _say("")
+    return [*decode, prefill]
+
+
+def _plan(arguments: argparse.Namespace) -> Plan:
+    try:
+        batches = tuple(int(part) for part in arguments.batch.split(","))
+    except ValueError:
+        raise ConfigError(f"--batch must be numbers separated by commas, not {arguments.batch!r}") from None
+    least = min(*batches, arguments.prompt_tokens, arguments.rounds, arguments.threads or 1)
+    if least < 1 or arguments.new_tokens < 4:
+        raise ConfigError(
+            "--batch, --prompt-tokens, --rounds and --threads must be at least 1, --new-tokens at least 4"
+        )
+    return Plan(
+        model=arguments.model,
+        dtype=arguments.dtype,
+        batches=batches,
+        prompt_tokens=arguments.prompt_tokens,
+        new_tokens=arguments.new_tokens,
+        threads=arguments.threads,
+        rounds=arguments.rounds,
+        compare=arguments.compare is not None,
+    )
+
+
+def _plain(plan: Plan) -> dict[str, object]:
+    return {name: getattr(plan, name) for name in plan.__struct_fields__}
+
+
+def _report(case: Case) -> dict[str, object]:
+    return {
+        "name": case.name,
+        "batch": case.batch,
+        "tokens_per_s": {name: round(speed, 1) for name, speed in case.best.items()},
+        "ours_to": {name: round(ratio, 2) for name, ratio in case.ratios().items()},
+    }
+
+
+def _table(plan: Plan, cases: list[Case]) -> Iterator[str]:
+    names = list(cases[0].best)
+    workload = f"{plan.prompt_tokens}+{plan.new_tokens} tokens, best of {plan.rounds}"
+    yield f"{plan.model}, {plan.dtype}, {workload}; tokens/s (ours to it)"
+    yield " ".join([f"{'':16}", *(f"{name:>24}" for name in names)])
+    for case in cases:
+        ratios = case.ratios()
+        cells = [
+            f"{speed:.1f}" + (f" ({ratios[name]:.2f})" if name in ratios else "") for name, speed in case.best.items()
+        ]
+        yield " ".join([f"{case.name:16}", *(f"{cell:>24}" for cell in cells)])
+
+
+def _say(line: str) -> None:
+    """Progress, on a terminal only."""
+    if sys.stderr.isatty():
+        print(f"\r\033[K{line}", end="", file=sys.stderr, flush=True)

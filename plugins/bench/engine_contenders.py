@@ -1,0 +1,279 @@
+"""What `tllm bench engine` measures: the tp engine, transformers' two ways to generate, and matrix products alone."""
+
+import gc
+import json
+import random
+import time
+from abc import ABC, abstractmethod
+from collections import defaultdict
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F  # noqa: N812 - everybody's name for it
+
+from tllm_core.contracts.interfaces import Engine, EngineContext
+from tllm_core.contracts.messages import EngineRequest, SamplingParams, TokenIds
+from tllm_core.errors import ConfigError
+from tllm_core.registry import Registry, load_object
+
+_PAGE = 16
+
+
+class Contender(ABC):
+    """Both methods return tokens per second of one round, on prompts that were never seen before."""
+
+    name: str
+
+    @abstractmethod
+    def decode(self, batch: int, prompt_tokens: int, new_tokens: int) -> float:
+        """While all sequences of the batch decode: prefill is not counted."""
+
+    @abstractmethod
+    def prefill(self, tokens: int) -> float:
+        """From one prompt to its first token."""
+
+
+class Prompts:
+    """Random token ids, never the same prompt twice."""
+
+    def __init__(self, vocab_size: int, seed: int) -> None:
+        self._random, self._vocab_size = random.Random(seed), vocab_size
+
+    def take(self, count: int, length: int) -> list[list[int]]:
+        return [[self._random.randrange(self._vocab_size) for _ in range(length)] for _ in range(count)]
+
+
+def shared_window(times: list[list[float]]) -> float:
+    """Tokens per second while every sequence is decoding: from the last first token to the first last one."""
+    start, end = max(t[0] for t in times), min(t[-1] for t in times)
+    tokens = sum(sum(start < moment <= end for moment in t) for t in times)
+    return tokens / (end - start) if end > start else 0.0
+
+
+class Ours(Contender):
+    """The tp engine, driven in this process as a worker drives it."""
+
+    name = "ours"
+
+    def __init__(self, model: str, dtype: str, threads: int | None, max_batch: int) -> None:
+        spec = Registry().engine("tp")
+        settings = spec.settings_type(model=model, dtype=dtype, threads=threads, max_num_seqs=max(64, max_batch))
+        self._engine: Engine = load_object(spec.load)(settings)
+        try:
+            info = self._engine.start(_Alone())
+        except BaseException:
+            self._engine.close()
+            raise
+        if info.model_dir is None or info.vocab_size is None:
+            raise ConfigError(f"the engine does not say where its model {model} is")
+        self.model_dir = info.model_dir
+        self._prompts = Prompts(info.vocab_size, seed=1)
+        self._ids = iter(range(1, 1 << 62))
+
+    def decode(self, batch: int, prompt_tokens: int, new_tokens: int) -> float:
+        return shared_window(self._run(self._prompts.take(batch, prompt_tokens), new_tokens))
+
+    def prefill(self, tokens: int) -> float:
+        prompts = self._prompts.take(1, tokens)
+        began = time.perf_counter()
+        ((first,),) = self._run(prompts, 1)
+        return tokens / (first - began)
+
+    def close(self) -> None:
+        self._engine.close()
+
+    def _run(self, prompts: list[list[int]], new_tokens: int) -> list[list[float]]:
+        """When each prompt's tokens were there."""
+        times: dict[int, list[float]] = defaultdict(list)
+        sampling = SamplingParams(max_tokens=new_tokens, ignore_eos=True)
+        for prompt in prompts:
+            request = EngineRequest(request_id=next(self._ids), prompt_token_ids=TokenIds.of(prompt), sampling=sampling)
+            self._engine.submit(request)
+        again = True
+        while again:
+            step = self._engine.step()
+            again, now = step.again, time.perf_counter()
+            for output in step.outputs:
+                if output.error is not None:
+                    raise ConfigError(f"the engine failed a request of the benchmark: {output.error.message}")
+                times[output.request_id] += [now] * len(output.token_ids)
+        return list(times.values())
+
+
+class _Alone(EngineContext):
+    """A world of this process alone."""
+
+    rank, world_size, rendezvous = 0, 1, None
+
+    def wake(self) -> None:
+        """Nothing sleeps here."""
+
+    def phase(self, name: str, done: float | None = None) -> None:
+        """Nobody watches."""
+
+    def adopt(self, pid: int) -> None:
+        """Nobody watches."""
+
+
+class Transformers(Contender):
+    """`generate` on a padded batch, with its default cache."""
+
+    name = "generate"
+
+    @staticmethod
+    def both(model_dir: str, dtype: str) -> list[Contender]:
+        """This and continuous batching, with a model each: the latter changes the attention of its own."""
+        return [Transformers(model_dir, dtype), ContinuousBatching(model_dir, dtype)]
+
+    def __init__(self, model_dir: str, dtype: str) -> None:
+        try:
+            from transformers import AutoModelForCausalLM
+            from transformers.utils import logging
+        except ImportError as error:
+            raise ConfigError(f"--compare transformers needs it: pip install 'tllm-core[engine]' ({error})") from None
+        logging.disable_progress_bar()
+        logging.set_verbosity_error()
+        self._model: Any = AutoModelForCausalLM.from_pretrained(
+            model_dir, dtype=getattr(torch, dtype), attn_implementation="sdpa"
+        ).eval()
+        self._prompts = Prompts(self._model.config.vocab_size, seed=2)
+
+    def decode(self, batch: int, prompt_tokens: int, new_tokens: int) -> float:
+        times = self._run(self._prompts.take(batch, prompt_tokens), new_tokens)
+        return batch * (len(times) - 1) / (times[-1] - times[0])
+
+    def prefill(self, tokens: int) -> float:
+        prompts = self._prompts.take(1, tokens)
+        began = time.perf_counter()
+        (first,) = self._run(prompts, 1)
+        return tokens / (first - began)
+
+    def _run(self, prompts: list[list[int]], new_tokens: int) -> list[float]:
+        """When each step of the whole batch ended."""
+        times: list[float] = []
+
+        def note(ids: torch.Tensor, scores: object, **_: object) -> torch.Tensor:
+            times.append(time.perf_counter())
+            return torch.zeros(ids.shape[0], dtype=torch.bool)
+
+        ids = torch.tensor(prompts)
+        with torch.inference_mode():
+            self._model.generate(
+                ids,
+                attention_mask=torch.ones_like(ids),
+                generation_config=_greedy(new_tokens),
+                stopping_criteria=[note],
+            )
+        return times
+
+
+class ContinuousBatching(Transformers):
+    """`generate_batch`, transformers' own scheduler and paged cache."""
+
+    name = "continuous_batching"
+
+    def decode(self, batch: int, prompt_tokens: int, new_tokens: int) -> float:
+        return shared_window(self._batch(self._prompts.take(batch, prompt_tokens), new_tokens))
+
+    def prefill(self, tokens: int) -> float:
+        """From the request's admission: starting its thread and cache is not counted."""
+        prompts = self._prompts.take(1, tokens)
+        return tokens / self._first_token_s(prompts)
+
+    def _batch(self, prompts: list[list[int]], new_tokens: int) -> list[list[float]]:
+        return [list(output.timestamps) for output in self._outputs(prompts, new_tokens)]
+
+    def _first_token_s(self, prompts: list[list[int]]) -> float:
+        (output,) = self._outputs(prompts, 1)
+        return float(output.timestamps[0] - output.created_time)
+
+    def _outputs(self, prompts: list[list[int]], new_tokens: int) -> list[Any]:
+        from transformers import ContinuousBatchingConfig
+
+        longest = max(map(len, prompts)) + new_tokens
+        config = ContinuousBatchingConfig(
+            page_size=_PAGE,
+            num_blocks=len(prompts) * (longest // _PAGE + 2) + 16,
+            max_batch_tokens=1024,
+            use_cuda_graph=False,
+            use_async_batching=False,
+        )
+        outputs = self._model.generate_batch(
+            prompts,
+            generation_config=_greedy(new_tokens),
+            continuous_batching_config=config,
+            record_timestamps=True,
+            warmup=False,
+        )
+        if len(outputs) != len(prompts) or any(output.error for output in outputs.values()):
+            raise ConfigError(f"transformers' continuous batching failed: {[o.error for o in outputs.values()]}")
+        return list(outputs.values())
+
+
+def _greedy(new_tokens: int) -> Any:
+    from transformers import GenerationConfig
+
+    return GenerationConfig(max_new_tokens=new_tokens, do_sample=False, eos_token_id=None, pad_token_id=0)
+
+
+class GemmLimit(Contender):
+    """The model's matrix products alone, fused as an engine would: each with the faster of torch's kernels for it."""
+
+    name = "gemm_limit"
+
+    def __init__(self, model_dir: str, dtype: str) -> None:
+        config = json.loads((Path(model_dir) / "config.json").read_text())
+        hidden, inner, heads = config["hidden_size"], config["intermediate_size"], config["num_attention_heads"]
+        head_dim = config.get("head_dim") or hidden // heads
+        kv = config.get("num_key_value_heads", heads) * head_dim
+        shapes = [(heads * head_dim + 2 * kv, hidden), (hidden, heads * head_dim), (2 * inner, hidden), (hidden, inner)]
+        kind = getattr(torch, dtype)
+        self._layers = [
+            [torch.randn(shape, dtype=kind) for shape in shapes] for _ in range(config["num_hidden_layers"])
+        ]
+        self._head = torch.randn(config["vocab_size"], hidden, dtype=kind)
+
+    def decode(self, batch: int, prompt_tokens: int, new_tokens: int) -> float:
+        return batch / self._best_s(batch, batch, rounds=8)
+
+    def prefill(self, tokens: int) -> float:
+        return tokens / self._best_s(tokens, 1, rounds=2)
+
+    @torch.inference_mode()
+    def _best_s(self, rows: int, logits_rows: int, rounds: int) -> float:
+        seconds = []
+        for pack in _packings(self._head.dtype):
+            layers, head = [[pack(w) for w in layer] for layer in self._layers], pack(self._head)
+            inputs = {w.shape[1]: torch.randn(rows, w.shape[1], dtype=self._head.dtype) for w in self._layers[0]}
+            wanted = inputs[self._head.shape[1]][:logits_rows]
+            for _ in range(rounds):
+                began = time.perf_counter()
+                for layer, weights in zip(layers, self._layers, strict=True):
+                    for product, weight in zip(layer, weights, strict=True):
+                        product(inputs[weight.shape[1]])
+                head(wanted)
+                seconds.append(time.perf_counter() - began)
+            del layers, head
+            gc.collect()
+        return min(seconds)
+
+
+Product = Callable[[torch.Tensor], torch.Tensor]
+
+
+def _packings(dtype: torch.dtype) -> list[Callable[[torch.Tensor], Product]]:
+    """Ways to multiply by a weight: plain; packed by oneDNN in its own type; in float32, for CPUs without bfloat16."""
+    ways: list[Callable[[torch.Tensor], Product]] = [lambda weight: lambda x: F.linear(x, weight)]
+    if torch.backends.mkldnn.is_available():
+        ways.append(lambda weight: _packed(weight.float()))
+        if dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported():
+            ways.append(_packed)
+    return ways
+
+
+def _packed(weight: torch.Tensor) -> Product:
+    packed = torch.ops.mkldnn._reorder_linear_weight(weight, 512)
+    kind = weight.dtype
+    return lambda x: torch.ops.mkldnn._linear_pointwise(x.to(kind), packed, None, "none", [], "")
