@@ -4,7 +4,7 @@ from typing import Annotated, Literal, TypeAlias
 
 from msgspec import Meta, Struct
 
-from tllm_core.contracts.messages import Beat
+from tllm_core.contracts.messages import Beat, RankState
 from tllm_core.errors import Cause
 
 Seconds = Annotated[float, Meta(gt=0, le=86400)]
@@ -14,14 +14,16 @@ class LivenessSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """`[liveness]`. All in seconds.
 
     beat_interval_s: how often the watcher says that it is there. dead_after_s: silence that counts as death.
-    hang_after_s: no step with work pending, and no CPU time used. broker_down_after_s: how long the own path may be without
-    proof. reconnect_grace_s: how long nobody is judged after the path came back. frontend_dead_after_s: silence after which an
-    engine gives a frontend up. frontend_beat_s: how often an idle frontend says that it is there.
+    hang_after_s: no step with work pending, and no CPU time used. end_hung: such an engine counts as dead.
+    broker_down_after_s: how long the own path may be without proof. reconnect_grace_s: how long nobody is judged after the
+    path came back. frontend_dead_after_s: silence after which an engine gives a frontend up. frontend_beat_s: how often a
+    frontend says that it is there.
     """
 
     beat_interval_s: Seconds = 0.1
     dead_after_s: Seconds = 1.0
     hang_after_s: Seconds = 60.0
+    end_hung: bool = False
     broker_down_after_s: Seconds = 10.0
     reconnect_grace_s: Seconds = 1.0
     frontend_dead_after_s: Seconds = 10.0
@@ -29,6 +31,9 @@ class LivenessSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
 
 DEFAULT_LIVENESS = LivenessSettings()
+
+IDLE_CPU_S, IDLE_CPU_SHARE = 0.05, 0.01
+"""What the idle threads of a waiting process may use: seconds, and seconds per second."""
 
 VerdictKind: TypeAlias = Literal["silent", "stopped", "gone", "hung", "broker_down"]
 
@@ -44,20 +49,125 @@ class Verdict(Struct, frozen=True):
         return Cause(self.message, rank=self.rank)
 
 
+class Silence:
+    """Judges how long one peer has been silent. Poll it after everything that had arrived was taken.
+
+    Only silence during which the own path was proven counts, and only while this side itself was awake: polls more than half
+    a deadline apart, or a path that came back, begin the deadline anew.
+    """
+
+    __slots__ = ("_after_s", "_grace_s", "_path_ok_at", "_polled_at", "_since", "thawed_at")
+
+    def __init__(self, after_s: float, grace_s: float) -> None:
+        self._after_s, self._grace_s = after_s, grace_s
+        self._since: float | None = None
+        self._polled_at = self._path_ok_at = self.thawed_at = 0.0
+
+    def heard(self, now: float) -> None:
+        """The peer gave a fresh sign of life at `now`."""
+        if self._since is not None and now > self._since:
+            self._since = now
+
+    def is_over(self, now: float, path_ok_at: float) -> bool:
+        """Whether the peer has been silent for longer than it may be."""
+        if self._since is None or now - self._polled_at > self._after_s / 2:
+            self._since = self.thawed_at = now
+        elif path_ok_at - self._path_ok_at > self._after_s / 2:
+            self._since = max(self._since, now + self._grace_s)
+        self._polled_at, self._path_ok_at = now, path_ok_at
+        return min(now, path_ok_at) - self._since > self._after_s
+
+
 class Liveness:
-    """A frontend's judgement of one engine world, from its watcher's beats."""
+    """A frontend's judgement of one engine world, from its watcher's beats. The first verdict stays."""
 
     def __init__(self, settings: LivenessSettings = DEFAULT_LIVENESS) -> None:
         self.settings = settings
+        self._silence = Silence(settings.dead_after_s, settings.reconnect_grace_s)
+        self._armed = True
+        self._number = -1
+        self._fact: Verdict | None = None
+        self._stopped_since: dict[int, float] = {}
+        self._stopped_at = 0.0
+        self._progress: Progress | None = None
 
     def beat(self, beat: Beat, now: float) -> bool:
         """Takes a beat at monotonic time `now`; False if it is not newer than the last one."""
-        raise NotImplementedError
+        if beat.number <= self._number:
+            return False
+        self._number = beat.number
+        self._silence.heard(now)
+        self._note_states(beat, now)
+        if self._progress is None or self._progress.is_made_by(beat, now):
+            self._progress = Progress(now, beat)
+        self._progress.latest, self._progress.latest_at = beat, now
+        return True
 
     def poll(self, now: float, path_ok_at: float) -> Verdict | None:
         """Judges after everything that had arrived was taken. `path_ok_at`: when the own path was last proven to work."""
-        raise NotImplementedError
+        if not self._armed:
+            return None
+        silent = self._silence.is_over(now, path_ok_at)
+        if self._fact is None:
+            self._fact = self._stopped_for_long() or self._path_verdict(now, path_ok_at)
+        if self._fact is None and silent:
+            self._fact = Verdict("silent", f"the engine has not been heard of for {self.settings.dead_after_s:g} s")
+        if self._fact is None and self.settings.end_hung:
+            self._fact = self.hung
+        return self._fact
 
     def disarm(self) -> None:
         """An orderly end was announced: silence is no death any more."""
-        raise NotImplementedError
+        self._armed = False
+
+    @property
+    def hung(self) -> Verdict | None:
+        """Set while work is pending and neither a step was done nor CPU time was used for `hang_after_s`. No death by itself."""
+        return None if self._progress is None else self._progress.hang(self.settings.hang_after_s)
+
+    def _note_states(self, beat: Beat, now: float) -> None:
+        for rank, state in enumerate(beat.states):
+            if state == RankState.GONE and self._fact is None:
+                self._fact = Verdict("gone", f"engine rank {rank} is gone", rank)
+            if state == RankState.STOPPED:
+                self._stopped_since.setdefault(rank, now)
+            else:
+                self._stopped_since.pop(rank, None)
+        self._stopped_at = now
+
+    def _stopped_for_long(self) -> Verdict | None:
+        """A debugger that samples a process stops it for an instant, so one beat that says so is not enough."""
+        for rank, since in self._stopped_since.items():
+            if self._stopped_at - since >= self.settings.dead_after_s / 2:
+                return Verdict("stopped", f"engine rank {rank} is stopped (SIGSTOP, or a debugger)", rank)
+        return None
+
+    def _path_verdict(self, now: float, path_ok_at: float) -> Verdict | None:
+        down_s = now - max(path_ok_at, self._silence.thawed_at)
+        if down_s <= self.settings.broker_down_after_s:
+            return None
+        return Verdict("broker_down", f"there has been no path to the engine for {down_s:.1f} s")
+
+
+class Progress:
+    """The last beat that showed progress, and the latest one."""
+
+    __slots__ = ("_at", "_mark", "latest", "latest_at")
+
+    def __init__(self, at: float, mark: Beat) -> None:
+        self._at, self._mark = at, mark
+        self.latest, self.latest_at = mark, at
+
+    def is_made_by(self, beat: Beat, now: float) -> bool:
+        """A step, nothing to do, or more CPU time than an idle process uses."""
+        if not beat.busy or beat.steps != self._mark.steps or len(beat.cpu_s) != len(self._mark.cpu_s):
+            return True
+        return sum(beat.cpu_s) - sum(self._mark.cpu_s) > IDLE_CPU_S + IDLE_CPU_SHARE * (now - self._at)
+
+    def hang(self, after_s: float) -> Verdict | None:
+        if self.latest_at - self._at < after_s:
+            return None
+        used = [cpu_s - mark for cpu_s, mark in zip(self.latest.cpu_s, self._mark.cpu_s, strict=True)]
+        rank = used.index(min(used)) if used else None
+        who = "the engine" if rank is None else f"engine rank {rank}"
+        return Verdict("hung", f"{who} has work and made no step and used no CPU time for {after_s:g} s", rank)

@@ -1,0 +1,447 @@
+"""An engine's side of all its sessions: attach, refuse, expel, tombstones. Sans-IO.
+
+A session is half-open from Welcome until the first authentic frame of it: until then it replaces nothing, and it is capped
+and expires. Ended sessions leave a tombstone, which answers late frames with Gone and late Hellos not at all.
+"""
+
+import hmac
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import Any, Final
+
+from msgspec import Struct
+
+from tllm_core.contracts.interfaces import Frame, PeerId
+from tllm_core.contracts.messages import (
+    FINISH_CODES,
+    Abort,
+    Beat,
+    DownMessage,
+    EngineInfo,
+    ErrorReport,
+    Gone,
+    Goodbye,
+    Hello,
+    Refuse,
+    RowExtra,
+    StepBatch,
+    Stop,
+    Submit,
+    UpMessage,
+    Welcome,
+)
+from tllm_core.errors import Overloaded, PortDown, PortFull
+from tllm_core.wire.codec import MalformedFrame, decode_up, encode
+from tllm_core.wire.header import (
+    ACK,
+    BEAT,
+    HELLO,
+    MESSAGE,
+    MIN_WIRE_VERSION,
+    WIRE_VERSION,
+    Header,
+)
+from tllm_core.wire.liveness import LivenessSettings, Silence
+from tllm_core.wire.session import MAX_FRONTENDS, NONCE_SIZE, PEER_SIZE, URGENT, Session, Snapshot, Terms
+
+FRONTEND_SHIFT: Final = 48
+"""The frontend's id is in the high 16 bits of its client ids."""
+
+
+class FrontendIds:
+    """Ids in [0, 32767), each again only after it was released, and as late as possible."""
+
+    def __init__(self) -> None:
+        self._used: set[int] = set()
+        self._next = 0
+
+    def draw(self) -> int | None:
+        """A free id, or None where all are in use."""
+        if len(self._used) >= MAX_FRONTENDS:
+            return None
+        while self._next in self._used:
+            self._next = (self._next + 1) % MAX_FRONTENDS
+        drawn = self._next
+        self._used.add(drawn)
+        self._next = (drawn + 1) % MAX_FRONTENDS
+        return drawn
+
+    def release(self, frontend_id: int) -> None:
+        self._used.discard(frontend_id)
+
+
+class Attached:
+    """One session in the table. `silence` is None where frontends are not judged."""
+
+    __slots__ = (
+        "confirmed",
+        "frontend_id",
+        "is_owner",
+        "last_beat",
+        "nonce",
+        "opened_at",
+        "peer",
+        "session",
+        "silence",
+        "welcome",
+    )
+
+    def __init__(self, session: Session, hello: Hello, welcome: Welcome, silence: Silence | None, now: float) -> None:
+        self.session, self.welcome, self.silence = session, welcome, silence
+        self.peer, self.nonce = hello.peer, hello.nonce
+        self.frontend_id = welcome.frontend_id
+        self.opened_at = now
+        self.is_owner = self.confirmed = False
+        self.last_beat = 0
+
+    def heard(self, now: float) -> None:
+        if self.silence is not None:
+            self.silence.heard(now)
+
+
+class Tombstone(Struct, frozen=True):
+    peer: PeerId
+    nonce: bytes
+    reason: str
+
+
+class EngineSessions:
+    """All sessions of one engine generation. The caller holds the link's lock.
+
+    send: hands a frame for a peer to the port. forget: frees what the port keeps for a peer. random_bytes: `os.urandom`.
+    """
+
+    def __init__(
+        self,
+        send: Callable[[PeerId, Frame], None],
+        forget: Callable[[PeerId], None],
+        terms: Terms,
+        *,
+        owner: bytes,
+        info: EngineInfo,
+        liveness: LivenessSettings | None,
+        random_bytes: Callable[[int], bytes],
+    ) -> None:
+        self.terms, self.counters = terms, terms.counters
+        self._send, self._forget, self._random = send, forget, random_bytes
+        self._owner, self._info, self._liveness = owner, info, liveness
+        self._gate = terms.gate(down=False)
+        self._in, self._out = terms.seal(0, down=False), terms.seal(0, down=True)
+        self.table: dict[int, Attached] = {}
+        self._by_hello: dict[tuple[PeerId, bytes], int] = {}
+        self._by_peer: dict[PeerId, int] = {}
+        self._half_open: dict[int, Attached] = {}
+        self._tombstones: dict[int, Tombstone] = {}
+        self._ids = FrontendIds()
+        self._leaving: list[Attached] = []
+        self._active: dict[int, Attached] = {}
+        self._check_at: float | None = None
+
+    # ------------------------------------------------------------------------------------------------- incoming
+
+    def take(self, frames: Iterable[Frame], now: float) -> list[tuple[int, UpMessage]]:
+        """What the frames say, in order; whatever is not authentic, in turn and allowed is dropped and counted."""
+        messages: list[tuple[int, UpMessage]] = []
+        for frame in frames:
+            header = self._gate.read(frame)
+            if header is None:
+                continue
+            if header.kind == HELLO:
+                self._take_hello(header, frame, now)
+                continue
+            attached = self.table.get(header.session)
+            if attached is None:
+                self._answer_late(header, frame)
+            elif not attached.session.is_genuine(frame):
+                self.counters["bad_mac"] += 1
+            else:
+                self._take_frame(attached, header, frame[1:], now, messages)
+        return messages
+
+    def delivered(self) -> None:
+        """All messages that were returned have been acted upon."""
+        for attached in self._active.values():
+            attached.session.lane.receiver.delivered()
+        if self._leaving:
+            for attached in self._leaving:
+                self._ids.release(attached.frontend_id)
+            self._leaving.clear()
+
+    def tend(self, now: float, path_ok_at: float) -> list[tuple[int, UpMessage]]:
+        """Ends what has been half-open or silent for too long; call it after the port was drained."""
+        ended: list[tuple[int, UpMessage]] = []
+        if self._check_at is not None and now < self._check_at:
+            return ended
+        for number, attached in list(self._half_open.items()):
+            if now - attached.opened_at > self.terms.settings.half_open_s:
+                self.counters["half_open_expired"] += 1
+                self._remove(number, "the attach was not completed in time", now)
+                self._ids.release(attached.frontend_id)
+        if self._liveness is not None:
+            for number, attached in list(self.table.items()):
+                if attached.silence is not None and attached.confirmed and attached.silence.is_over(now, path_ok_at):
+                    self.counters["silent_frontends"] += 1
+                    ended += self._leave(number, f"silent for {self._liveness.frontend_dead_after_s:g} s", now)
+        self._check_at = now + self._check_every_s() if self.table else None
+        return ended
+
+    # ------------------------------------------------------------------------------------------------- outgoing
+
+    def offer(self, number: int, message: DownMessage, snapshot: Snapshot | None = None) -> bool:
+        """Accepts a message for a session, or returns False where its backlog is full. Raises FrameTooLarge."""
+        attached = self.table.get(number)
+        if attached is None:
+            self.counters["unknown_session"] += 1
+            return True
+        try:
+            attached.session.offer(snapshot or self.terms.snapshot(message), urgent=type(message) in URGENT)
+        except Overloaded:
+            return False
+        self._active[number] = attached
+        return True
+
+    def beat(self, beat: Beat, now: float) -> None:
+        """Tells every session that the world is alive; takes no sequence number and no window."""
+        payload: tuple[Any, ...] = (beat,) if self.terms.key is None else encode(beat)[1]
+        for attached in self.table.values():
+            attached.session.beat(now, payload)
+
+    def end(self, number: int, reason: str, now: float) -> None:
+        """Gives a session up, whose requests are gone."""
+        if number in self.table:
+            attached = self._remove(number, reason, now)
+            self._ids.release(attached.frontend_id)
+
+    def pump(self, now: float) -> None:
+        """Hands the port all that is due on any session."""
+        for number, attached in list(self._active.items()):
+            attached.session.pump(now)
+            if attached.session.lane.is_quiet:
+                del self._active[number]
+
+    def pump_one(self, number: int, now: float) -> None:
+        """Hands the port all that is due on one session."""
+        attached = self.table.get(number)
+        if attached is not None:
+            attached.session.pump(now)
+
+    def path_changed(self) -> None:
+        """The port reconnected: whatever was on its way may be lost."""
+        for attached in self.table.values():
+            attached.session.lane.path_changed()
+        self._active.update(self.table)
+
+    def next_at(self) -> float | None:
+        """When `pump` and `tend` have to be called again, if nothing happens before."""
+        at = self._check_at
+        for attached in self._active.values():
+            due = attached.session.next_at()
+            if due is not None and (at is None or due < at):
+                at = due
+        return at
+
+    @property
+    def is_idle(self) -> bool:
+        """Every session that has spoken has acknowledged all that it was sent."""
+        return all(a.session.lane.sender.is_idle for a in self._active.values() if a.confirmed)
+
+    # ------------------------------------------------------------------------------------------------- handshake
+
+    def _take_hello(self, header: Header, frame: Frame, now: float) -> None:
+        if header.session != 0 or not self._in.is_genuine(frame):
+            self.counters["bad_mac"] += 1
+            return
+        try:
+            hello = self.terms.open_special(HELLO, frame[1:])
+        except MalformedFrame:
+            self.counters["malformed"] += 1
+            return
+        if len(hello.peer) != PEER_SIZE or len(hello.nonce) != NONCE_SIZE or hello.peer[0] == 0:
+            self.counters["malformed"] += 1
+        elif not hello.min_version <= WIRE_VERSION <= hello.max_version:
+            self._refuse(hello, _version_reason(hello))
+        else:
+            self._welcome(hello, now)
+
+    def _welcome(self, hello: Hello, now: float) -> None:
+        number = self._by_hello.get((hello.peer, hello.nonce))
+        if number is None:
+            attached = self._attach(hello, now)
+        elif number in self.table:
+            attached = self.table[number]
+        else:
+            self.counters["replayed"] += 1
+            return
+        if attached is not None:
+            self._post(hello.peer, self._out.frame(*self.terms.special(attached.welcome)))
+
+    def _attach(self, hello: Hello, now: float) -> Attached | None:
+        settings = self.terms.settings
+        if len(self._half_open) >= settings.max_half_open:
+            self.counters["half_open_full"] += 1
+            return None
+        frontend_id = self._ids.draw()
+        if frontend_id is None:
+            self._refuse(hello, f"all {MAX_FRONTENDS} frontend ids are in use")
+            return None
+        number = self._draw_number()
+        welcome = Welcome(
+            nonce=hello.nonce,
+            session=number,
+            frontend_id=frontend_id,
+            version=WIRE_VERSION,
+            window_frames=settings.window_frames,
+            window_bytes=settings.window_bytes,
+            info=self._info,
+        )
+        session = Session(number, partial(self._send, hello.peer), self.terms, down=True)
+        attached = Attached(session, hello, welcome, self._new_silence(), now)
+        attached.is_owner = bool(self._owner) and hmac.compare_digest(hello.owner, self._owner)
+        self.table[number] = self._half_open[number] = attached
+        self._by_hello[hello.peer, hello.nonce] = number
+        self._check_at = now if self._check_at is None else self._check_at
+        return attached
+
+    def _refuse(self, hello: Hello, reason: str) -> None:
+        self.counters["refused"] += 1
+        message = Refuse(hello.nonce, reason, MIN_WIRE_VERSION, WIRE_VERSION)
+        self._post(hello.peer, self._out.frame(*self.terms.special(message)))
+
+    def _post(self, peer: PeerId, frame: Frame) -> None:
+        """Sends what is asked for again if it gets lost."""
+        try:
+            self._send(peer, frame)
+        except (PortFull, PortDown):
+            self.counters["handshake_lost"] += 1
+
+    def _draw_number(self) -> int:
+        while True:
+            number = int.from_bytes(self._random(8), "little")
+            if number and number not in self.table and number not in self._tombstones:
+                return number
+
+    def _new_silence(self) -> Silence | None:
+        if self._liveness is None:
+            return None
+        return Silence(self._liveness.frontend_dead_after_s, self._liveness.reconnect_grace_s)
+
+    def _check_every_s(self) -> float:
+        every_s = self.terms.settings.half_open_s / 4
+        return every_s if self._liveness is None else min(every_s, self._liveness.frontend_dead_after_s / 8)
+
+    # ---------------------------------------------------------------------------------------------------- frames
+
+    def _take_frame(
+        self,
+        attached: Attached,
+        header: Header,
+        payload: Sequence[Any],
+        now: float,
+        messages: list[tuple[int, UpMessage]],
+    ) -> None:
+        if not attached.confirmed:
+            messages += self._confirm(attached, now)
+        session = attached.session
+        if header.kind == BEAT:
+            if header.sequence > attached.last_beat:
+                attached.last_beat = header.sequence
+                attached.heard(now)
+            else:
+                self.counters["stale_beat"] += 1
+        elif header.kind not in (MESSAGE, ACK):
+            self.counters["unknown_kind"] += 1
+            return
+        taken = session.take(header, now)
+        self._active[session.number] = attached
+        if taken:
+            attached.heard(now)
+            message = self._decode(attached, header.kind, payload)
+            if message is not None:
+                messages.append((session.number, message))
+                if type(message) is Goodbye:
+                    self._leaving.append(self._remove(session.number, "the frontend said goodbye", now, tell=False))
+
+    def _decode(self, attached: Attached, kind: int, payload: Sequence[Any]) -> UpMessage | None:
+        """The message, or None where it can't be read or is not allowed."""
+        try:
+            message: UpMessage = payload[0] if self.terms.key is None else decode_up(kind, payload)
+        except MalformedFrame as error:
+            self.counters["malformed"] += 1
+            if error.client_id is not None:
+                self.offer(attached.session.number, _error_row(error.client_id, f"the request can't be read: {error}"))
+            return None
+        if type(message) is Submit or type(message) is Abort:
+            client_id = message.client_id
+            if client_id is not None and client_id >> FRONTEND_SHIFT != attached.frontend_id:
+                self.counters["foreign_client_id"] += 1
+                return None
+        elif type(message) is Stop and not attached.is_owner:
+            self.counters["stop_refused"] += 1
+            return None
+        return message
+
+    def _confirm(self, attached: Attached, now: float) -> list[tuple[int, UpMessage]]:
+        """The frontend has its Welcome; an earlier session of the same peer ends."""
+        attached.confirmed = True
+        del self._half_open[attached.session.number]
+        earlier = self._by_peer.get(attached.peer)
+        ended = [] if earlier is None else self._leave(earlier, "the frontend began anew", now, keep_peer=True)
+        self._by_peer[attached.peer] = attached.session.number
+        return ended
+
+    def _leave(self, number: int, reason: str, now: float, keep_peer: bool = False) -> list[tuple[int, UpMessage]]:
+        """Ends a session by itself; whoever serves it hears Goodbye."""
+        self._leaving.append(self._remove(number, reason, now, keep_peer=keep_peer))
+        return [(number, Goodbye())]
+
+    def _remove(self, number: int, reason: str, now: float, *, tell: bool = True, keep_peer: bool = False) -> Attached:
+        attached = self.table.pop(number)
+        self._active.pop(number, None)
+        if tell:
+            attached.session.gone(reason, now)
+        if self._half_open.pop(number, None) is not None:
+            # The same Hello may be tried again.
+            del self._by_hello[attached.peer, attached.nonce]
+        if self._by_peer.get(attached.peer) == number:
+            del self._by_peer[attached.peer]
+        self._bury(number, Tombstone(attached.peer, attached.nonce, reason))
+        if not keep_peer and attached.peer not in self._by_peer:
+            self._forget(attached.peer)
+        return attached
+
+    def _bury(self, number: int, tombstone: Tombstone) -> None:
+        self._tombstones[number] = tombstone
+        if len(self._tombstones) > self.terms.settings.tombstones:
+            oldest = next(iter(self._tombstones))
+            old = self._tombstones.pop(oldest)
+            if self._by_hello.get((old.peer, old.nonce)) == oldest:
+                del self._by_hello[old.peer, old.nonce]
+
+    def _answer_late(self, header: Header, frame: Frame) -> None:
+        tombstone = self._tombstones.get(header.session)
+        if tombstone is None:
+            self.counters["wrong_session"] += 1
+        elif not self.terms.seal(header.session, down=False).is_genuine(frame):
+            self.counters["bad_mac"] += 1
+        else:
+            self.counters["late_frames"] += 1
+            seal = self.terms.seal(header.session, down=True)
+            self._post(tombstone.peer, seal.frame(*self.terms.special(Gone(tombstone.reason))))
+
+
+def _version_reason(hello: Hello) -> str:
+    return (
+        f"the engine speaks wire version {WIRE_VERSION}, the frontend {hello.min_version} to {hello.max_version}; "
+        "install the same tllm-core on both sides"
+    )
+
+
+def _error_row(client_id: int, text: str) -> StepBatch:
+    """A batch of one row that ends a request with an error."""
+    return StepBatch(
+        [client_id],
+        [],
+        counts=[0],
+        finishes=[(0, FINISH_CODES["error"], None)],
+        extras=[(0, RowExtra(error=ErrorReport(text)))],
+    )
