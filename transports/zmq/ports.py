@@ -7,6 +7,7 @@ and the one reader waits outside of it, in a poll of the socket's descriptor and
 
 from __future__ import annotations
 
+import contextlib
 import os
 import select
 import threading
@@ -65,7 +66,8 @@ class _SocketPort:
         self._lock = threading.Lock()
         self._reader = threading.Lock()
         self._poll = select.poll()
-        self._poll.register(int(self._socket.get(zmq.FD)), select.POLLIN)
+        self._fd = int(self._socket.get(zmq.FD))
+        self._poll.register(self._fd, select.POLLIN)
         self._poll.register(self._wake.fileno(), select.POLLIN)
         _open_ports.add(self)
 
@@ -86,14 +88,16 @@ class _SocketPort:
 
     def receive(self, timeout: float | None) -> list[Frame]:
         deadline = None if timeout is None else time.monotonic() + timeout
+        polled = False
         with self._reader:
             while True:
                 left = None if deadline is None else deadline - time.monotonic()
                 park = left is None or left > 0
-                frames = self._drain(park)
+                frames = self._drain(park, polled)
                 if frames or self._take_wake() or not park:
                     return frames
-                self._poll.poll(None if left is None else left * 1000)
+                events = self._poll.poll(None if left is None else left * 1000)
+                polled = any(fd == self._fd for fd, _ in events)
 
     def _take_wake(self) -> bool:
         if not self._woken:
@@ -101,13 +105,17 @@ class _SocketPort:
         self._woken = False
         return True
 
-    def _drain(self, park: bool) -> list[Frame]:
+    def _drain(self, park: bool, polled: bool = False) -> list[Frame]:
+        """Takes what is there. Where nothing is and `park`, the caller goes into the poll, from which senders may wake it."""
         frames: list[Frame] = []
         with self._lock:
             if self._parked:
                 self._wake.clear()
                 self._parked = False
             self._check_open()
+            if polled:  # a message is likely, and asking for the events costs more than taking it
+                with contextlib.suppress(zmq.Again):
+                    frames.append(self._take_message())
             # Asking for the events also takes in the socket's pending commands; only after a "no" is its descriptor armed.
             while len(frames) < BATCH_FRAMES and self._readable():
                 frames.append(self._take_message())
@@ -125,7 +133,8 @@ class _SocketPort:
         if self._routed:
             socket.recv(LAST)
         first = socket.recv(LAST)
-        if not socket.get(zmq.RCVMORE):
+        # Where there is an id before each message, a stranger's further parts must not be taken for the next message.
+        if (first and not self._routed) or not socket.get(zmq.RCVMORE):
             return unpack(first)
         parts: list[Frame] = []
         while socket.get(zmq.RCVMORE):
