@@ -219,7 +219,7 @@ class SpawnWorld(World):
                 self._take()
             if not self._exited:
                 self._exited = True
-                self._queue.append(Exited(False, "the engine world was killed by its owner"))
+                self._queue.append(Exited(clean=True, message="killed by its owner"))
             self._channel.close()
             for fd in (self._waker, self._wakee, self._pidfd):
                 if fd is not None:

@@ -9,7 +9,7 @@ from tllm_core.contracts.interfaces import Beaten, Exited, Failed, Identified, R
 from tllm_core.world.launch import SpawnLauncher, SpawnSettings
 from tllm_core.world.process import wait_gone
 
-TRANSPORT = "inproc"
+TRANSPORT = "zmq"
 
 
 class Watched:
