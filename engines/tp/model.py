@@ -49,9 +49,9 @@ class Layer:
         qkv = self.qkv(self._norm(x, self.attention_norm))
         heads = qkv.view(x.shape[0], config.num_heads + 2 * config.num_kv_heads, config.head_dim)
         rotated = rotate(heads[:, : -config.num_kv_heads], *rotation)
-        q, k = rotated.split((config.num_heads, config.num_kv_heads), dim=1)
-        attention.write_kv(self.index, k, heads[:, -config.num_kv_heads :])
-        mixed = attention.run(self.index, q)
+        k, v = rotated[:, config.num_heads :], heads[:, -config.num_kv_heads :]
+        attention.write_kv(self.index, k, v)
+        mixed = attention.run(self.index, rotated[:, : config.num_heads])
         if rows is not None:
             x, mixed = x.index_select(0, rows), mixed.index_select(0, rows)
         x = self.out.add_to(x, mixed)

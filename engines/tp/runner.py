@@ -83,7 +83,7 @@ class Runner:
         return asked or most
 
     def _dtype(self) -> torch.dtype:
-        name = self.settings.dtype
+        name: str = self.settings.dtype
         if name == "auto":
             name = "float32" if self.device.type == "cpu" else self.config.torch_dtype
         dtype = getattr(torch, name, None)

@@ -57,8 +57,10 @@ class Checkpoint:
         if len(rounded) == 1:
             return rounded[0].to(dtype)
         target = torch.empty(sum(shape[0] for shape in shapes), *shapes[0][1:], dtype=dtype)
-        for source, part in zip(rounded, target.split([shape[0] for shape in shapes]), strict=True):
-            part.copy_(source)
+        start = 0
+        for source in rounded:
+            target[start : start + source.shape[0]] = source
+            start += source.shape[0]
         return target
 
     def _shaped(self, name: str, shape: Sequence[int]) -> torch.Tensor:

@@ -266,7 +266,7 @@ Product = Callable[[torch.Tensor], torch.Tensor]
 def _packings(dtype: torch.dtype) -> list[Callable[[torch.Tensor], Product]]:
     """Ways to multiply by a weight: plain; packed by oneDNN in its own type; in float32, for CPUs without bfloat16."""
     ways: list[Callable[[torch.Tensor], Product]] = [lambda weight: lambda x: F.linear(x, weight)]
-    if torch.backends.mkldnn.is_available():
+    if torch._C._has_mkldnn:
         ways.append(lambda weight: _packed(weight.float()))
         if dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported():
             ways.append(_packed)
