@@ -24,7 +24,8 @@ class StopStrings:
     """An Aho-Corasick automaton over the stop strings of a request: one look-up per character, however many there are.
 
     States are the prefixes of the stop strings, 0 the empty one. `hold[state]`: how many characters at the end of the text
-    may still be the beginning of a stop string. `found[state]`: the longest stop string that the text ends with.
+    may still be the beginning of a stop string. `found[state]`: the longest stop string that the text ends with. `firsts`:
+    the characters that stop strings begin with.
     """
 
     def __init__(self, stops: Sequence[str]) -> None:
@@ -35,6 +36,7 @@ class StopStrings:
         for stop in stops:
             self._add(stop)
         self._link()
+        self.firsts = frozenset(self._next[0])
 
     def _add(self, stop: str) -> None:
         state = 0
@@ -84,6 +86,9 @@ class StopScanner:
     def feed(self, text: str, *, armed: bool = True) -> Match | None:
         """Takes the next `text`; returns the match that completes in it, if `armed`. Nothing is fed after a match."""
         stops, state = self._stops, self._state
+        if not state and stops.firsts.isdisjoint(text):  # the common case, without a loop in Python
+            self.length += len(text)
+            return None
         for offset, character in enumerate(text, 1):
             state = stops.step(state, character)
             if armed and (stop := stops.found[state]) is not None:

@@ -11,7 +11,7 @@ from tllm_core.text import Tokenizer, Vocabulary
 from tllm_core.text.detokenizer import byte_alphabet
 
 IdsOf = Callable[[Tokenizer, Sequence[str]], list[int]]
-KINDS = ["byte_level", "byte_fallback", "metaspace", "word_piece", "words"]
+KINDS = ["byte_level", "bytes_unrecognized", "byte_fallback", "metaspace", "word_piece", "words"]
 
 
 @pytest.fixture(scope="session")
@@ -37,7 +37,7 @@ def test_any_ids_stream_to_their_one_shot_decode(
     assert "".join(streamed(vocabulary, token_ids, skip)) == vocabulary.tokenizer.decode(token_ids, skip)
 
 
-@pytest.mark.parametrize("kind", ["byte_level", "byte_fallback"])
+@pytest.mark.parametrize("kind", ["byte_level", "bytes_unrecognized", "byte_fallback"])
 @given(text=st.text(max_size=30), cut=st.integers(0, 3), junk=st.binary(max_size=6))
 @settings(max_examples=100, deadline=None)
 def test_bytes_of_any_text_whole_or_broken_stream_to_their_one_shot_decode(
