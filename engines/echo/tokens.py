@@ -9,10 +9,10 @@ from tllm_core.contracts.messages import Logprob, TokenIds, TokenLogprobs
 
 STRIDE = 7919
 INDEX_STRIDE = 104729
-BLOCK = 256
+BLOCK = 32
 
 
-@lru_cache(maxsize=512)
+@lru_cache(maxsize=4096)
 def _block(prompt: bytes, index: int, vocab_size: int, number: int) -> tuple[tuple[int, ...], ...]:
     """Tokens BLOCK * number to BLOCK * (number + 1), each as the row that an Output carries."""
     ids = TokenIds(prompt).tolist()

@@ -104,7 +104,7 @@ class Frontend:
 class Running:
     """A ready world with its first frontend."""
 
-    def __init__(self, launcher, transport, **engine_options):
+    def __init__(self, launcher, transport, wire=None, **engine_options):
         self.transport = transport
         self.events = []
         self.frontends = []
@@ -113,6 +113,7 @@ class Running:
             engine_options=engine_options,
             engine_name=f"engine-{secrets.token_hex(4)}",
             transport=transport,
+            wire=wire or {},
             key=KEY,
             owner=OWNER,
             generation=secrets.randbits(63),
@@ -220,6 +221,20 @@ def test_a_frontend_that_leaves_takes_its_own_requests_along(anywhere):
     running.frontend.send(Control(1, "stats"))
     running.frontend.until(lambda: running.frontend.of(ControlReply))
     assert running.frontend.stats().running == 0
+
+
+def test_a_frontend_that_does_not_read_holds_nobody_up_and_loses_nothing(anywhere):
+    running = anywhere(wire={"window_frames": 4, "backlog_frames": 4})
+    slow = running.attach(owner=b"")
+    for number in range(1, 5):
+        slow.submit(number, (number,), max_tokens=400, n=2)
+    running.frontend.submit(1, max_tokens=2000)
+    running.frontend.until(lambda: running.frontend.finishes)
+    assert slow.finishes == {}
+    slow.until(lambda: len(slow.finishes) == 8)
+    for (number, index), tokens in slow.tokens.items():
+        assert tokens == expected_tokens([number], 400, index)
+    assert slow.batches < 200
 
 
 def test_stop_from_the_owner_ends_the_world_and_tells_all(anywhere):
