@@ -17,13 +17,15 @@ from typing import Any
 
 from msgspec import Struct, to_builtins
 
+from tllm_core.errors import ConfigError
 from tllm_core.executor import GenerationExecutor
 from tllm_core.plugins.bench.limits import Raw, async_wakes_per_s, raw_zmq, sync_wakes_per_s
 from tllm_core.plugins.bench.report import median, percentiles_us, table
 from tllm_core.plugins.bench.streams import AsyncConsumers, Consumers, Delivery, SyncConsumers, Workload
 
 LATENCY_REQUESTS = 300
-LATENCY_TOKENS = 16
+PACED_STEP_S, PACED_TOKENS = 0.002, 4
+"""A pace at which each token arrives by itself; an engine without one is many tokens ahead of any consumer."""
 RAW_MESSAGES = 10_000
 VERSIONS = ("tllm-core", "pyzmq", "msgspec", "uvloop")
 
@@ -70,11 +72,16 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
         consumers = AsyncConsumers(runner) if arguments.consumers == "async" else SyncConsumers()
         consumers.deliver(executor, work, paused=False)
         rounds = [_round(executor, work, consumers, runner) for _ in range(arguments.repeat)]
-        latency = consumers.latency(executor, LATENCY_REQUESTS, LATENCY_TOKENS)
+        first = consumers.latency(executor, LATENCY_REQUESTS, 1)
+        executor.shutdown()
+        with _executor(arguments, work, PACED_STEP_S) as paced:
+            between = consumers.latency(paced, LATENCY_REQUESTS, PACED_TOKENS)
     return {
-        **_setup(arguments, "none" if arguments.consumers == "sync" else loop),
-        **_results(rounds, latency.first_s, latency.between_s),
-        "exact": all(delivery.exact for r in rounds for delivery in (r.whole, r.after_submit)) and latency.exact,
+        **_setup(arguments, None if arguments.consumers == "sync" else loop),
+        **_results(rounds, first.first_s, between.between_s),
+        "exact": all(delivery.exact for r in rounds for delivery in (r.whole, r.after_submit))
+        and first.exact
+        and between.exact,
         "rounds": to_builtins(rounds),
     }
 
@@ -93,13 +100,14 @@ def _round(executor: GenerationExecutor, work: Workload, consumers: Consumers, r
     )
 
 
-def _executor(arguments: argparse.Namespace, work: Workload) -> GenerationExecutor:
+def _executor(arguments: argparse.Namespace, work: Workload, step_interval_s: float = 0.0) -> GenerationExecutor:
     return GenerationExecutor.create(
         engine="echo",
         engine_options={
             "max_batch_size": len(work.prompts),
             "max_seq_len": work.longest(),
             "vocab_size": work.vocab_size,
+            "step_interval_s": step_interval_s,
         },
         transport=arguments.transport,
         launcher=arguments.launcher,
@@ -109,15 +117,17 @@ def _executor(arguments: argparse.Namespace, work: Workload) -> GenerationExecut
 def _loop(choice: str) -> tuple[str, Callable[[], asyncio.AbstractEventLoop]]:
     if choice == "asyncio" or (choice == "auto" and find_spec("uvloop") is None):
         return "asyncio", asyncio.new_event_loop
-    import uvloop
-
+    try:
+        import uvloop
+    except ModuleNotFoundError:
+        raise ConfigError("uvloop is not installed: pip install 'tllm-core[uvloop]', or use --loop asyncio") from None
     return "uvloop", uvloop.new_event_loop
 
 
 # ----------------------------------------------------------------------------------------------------- the report
 
 
-def _setup(arguments: argparse.Namespace, loop: str) -> dict[str, Any]:
+def _setup(arguments: argparse.Namespace, loop: str | None) -> dict[str, Any]:
     return {
         "benchmark": "boundary",
         "transport": arguments.transport,
@@ -139,7 +149,7 @@ def _results(rounds: list[Round], first_s: list[float], between_s: list[float]) 
     wakes = median(r.wakes_per_s for r in rounds)
     raw_tokens = median(r.raw.messages_per_s * r.whole.streams for r in rounds)
     trips = percentiles_us([trip for r in rounds for trip in r.raw.round_trips_s])
-    first, between = percentiles_us(first_s), percentiles_us(between_s)
+    first = percentiles_us(first_s)
     return {
         "boundary": {
             "tokens_per_s": whole,
@@ -147,7 +157,11 @@ def _results(rounds: list[Round], first_s: list[float], between_s: list[float]) 
             "updates_per_s": median(r.whole.updates / r.whole.seconds for r in rounds),
             "tokens_per_update": median(r.whole.tokens / r.whole.updates for r in rounds),
         },
-        "single_stream": {"first_token_us": first, "inter_token_us": between},
+        "single_stream": {
+            "first_token_us": first,
+            "inter_token_us": percentiles_us(between_s),
+            "engine_step_us": PACED_STEP_S * 1e6,
+        },
         "limits": {
             "wakes_per_s": wakes,
             "raw_zmq_messages_per_s": median(r.raw.messages_per_s for r in rounds),

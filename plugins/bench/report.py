@@ -44,17 +44,22 @@ def table(report: dict[str, Any]) -> list[str]:
             _microseconds(first),
             f"{ratios['first_token_to_round_trip']:.1f} raw round trips",
         ),
-        ("one stream: between tokens", _microseconds(between), ""),
+        (
+            "one stream: between tokens",
+            _microseconds(between),
+            f"the engine steps every {single['engine_step_us']:.0f} us",
+        ),
         ("limit: raw zmq round trip", _microseconds(trip), ""),
         ("every token as expected", "yes" if report["exact"] else "NO", ""),
     ]
-    return [_title(report), *(f"  {name:<34} {value:>26}   {note}".rstrip() for name, value, note in rows)]
+    return [_title(report), *(f"  {name:<36} {value:>26}   {note}".rstrip() for name, value, note in rows)]
 
 
 def _title(report: dict[str, Any]) -> str:
+    loop = f" ({report['loop']})" if report["loop"] else ""
     return (
         f"{report['transport']}, {report['launcher']}: {report['streams']} streams of {report['steps']} tokens, "
-        f"{report['consumers']} consumers ({report['loop']}), {report['cores']} cores, median of {report['repeat']}"
+        f"{report['consumers']} consumers{loop}, {report['cores']} cores, median of {report['repeat']}"
     )
 
 

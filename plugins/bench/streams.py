@@ -10,11 +10,13 @@ from typing import Self
 
 from msgspec import Struct
 
-from tllm_core.contracts.messages import SamplingParams, TokenIds
+from tllm_core.contracts.messages import SamplingParams, StepBatch, TokenIds
 from tllm_core.errors import Overloaded
 from tllm_core.executor import GenerationExecutor
 from tllm_core.ledger.result import GenerationResult
 from tllm_core.registry import load_object
+from tllm_core.wire.codec import encode
+from tllm_core.wire.header import SEALED_SIZE, payload_size
 
 PROMPT_TOKENS = 8
 VOCAB_SIZE = 32000
@@ -50,8 +52,10 @@ class Workload(Struct, frozen=True):
         return PROMPT_TOKENS + max(self.steps, 4096)
 
     def frame_bytes(self) -> int:
-        """Bytes of one step's frame: a client id of 8 and a token id of 4 bytes per stream, the header and the MAC."""
-        return 12 * len(self.prompts) + 96
+        """Bytes of the frame that carries one step of all streams."""
+        token_ids = [tokens[0] for tokens in self.expected]
+        _, payload = encode(StepBatch(client_ids=list(range(len(token_ids))), token_ids=token_ids))
+        return payload_size(payload) + SEALED_SIZE
 
 
 class Delivery(Struct, frozen=True):
@@ -73,14 +77,17 @@ class Delivery(Struct, frozen=True):
 
 
 class Latency(Struct):
-    """Of single requests, one after the other: submit to first token, and the time per token between updates."""
+    """Of single streams, one after the other, in seconds: submit to first token, and between tokens.
+
+    Tokens that came in one update share the time since the last one.
+    """
 
     exact: bool = True
     first_s: list[float] = []
     between_s: list[float] = []
 
     def add(self, started: float, updates: Sequence[tuple[float, int]]) -> None:
-        """`updates`: (when, tokens in it)."""
+        """`updates` of one request: (when, tokens in it)."""
         last = updates[0][0]
         self.first_s.append(last - started)
         for when, tokens in updates[1:]:
@@ -98,7 +105,7 @@ class Consumers(ABC):
 
     @abstractmethod
     def latency(self, executor: GenerationExecutor, requests: int, tokens: int) -> Latency:
-        """Reads single streams, one after the other."""
+        """Reads single streams of so many tokens, one after the other."""
 
 
 class AsyncConsumers(Consumers):
