@@ -41,25 +41,37 @@ def default_sampling(info: EngineInfo, sampling: SamplingParams | Mapping[str, A
     return SamplingParams(**fields)
 
 
-def check_request(request: GenerationRequest, info: EngineInfo) -> None:
-    """Raises RequestError, which names the field, for whatever the engine could not serve."""
-    request.sampling.check()
-    _check_supported(request, info)
-    _check_prompt(request.prompt_token_ids, info)
-    _check_length(len(request.prompt_token_ids), request.sampling.max_tokens, info)
-    timeout_s = request.timeout_s
-    if timeout_s is not None and (type(timeout_s) not in (int, float) or not 0 < timeout_s < math.inf):
-        raise RequestError(f"timeout_s must be a positive number of seconds, not {timeout_s!r}", field="timeout_s")
-    if type(request.priority) is not int:
-        raise RequestError(f"priority must be an integer, not {request.priority!r}", field="priority")
+class Checks:
+    """Checks requests against one engine. Sampling parameters that were good are not looked at again: they are immutable,
+    and callers use one object for many requests."""
+
+    def __init__(self, info: EngineInfo) -> None:
+        self._info = info
+        self._good: SamplingParams | None = None
+
+    def check(self, request: GenerationRequest) -> None:
+        """Raises RequestError, which names the field, for whatever the engine could not serve."""
+        sampling, info = request.sampling, self._info
+        if sampling is not self._good:
+            sampling.check()
+            _check_supported(sampling, _SAMPLING_FIELDS, info)
+            is_fixed = type(sampling.stop) is type(sampling.stop_token_ids) is tuple  # a list could change meanwhile
+            self._good = sampling if is_fixed else None
+        _check_supported(request, _REQUEST_FIELDS, info)
+        _check_prompt(request.prompt_token_ids, info)
+        _check_length(len(request.prompt_token_ids), sampling.max_tokens, info)
+        timeout_s = request.timeout_s
+        if timeout_s is not None and (type(timeout_s) not in (int, float) or not 0 < timeout_s < math.inf):
+            raise RequestError(f"timeout_s must be a positive number of seconds, not {timeout_s!r}", field="timeout_s")
+        if type(request.priority) is not int:
+            raise RequestError(f"priority must be an integer, not {request.priority!r}", field="priority")
 
 
-def _check_supported(request: GenerationRequest, info: EngineInfo) -> None:
-    for struct, fields in ((request.sampling, _SAMPLING_FIELDS), (request, _REQUEST_FIELDS)):
-        for name, default in fields:
-            if getattr(struct, name) != default and name not in info.supports:
-                hint = "; use LLM, which finds stop strings in the text" if name == "stop" else ""
-                raise RequestError(f"the engine of {info.model!r} does not support {name}{hint}", field=name)
+def _check_supported(struct: msgspec.Struct, fields: tuple[tuple[str, Any], ...], info: EngineInfo) -> None:
+    for name, default in fields:
+        if getattr(struct, name) != default and name not in info.supports:
+            hint = "; use LLM, which finds stop strings in the text" if name == "stop" else ""
+            raise RequestError(f"the engine of {info.model!r} does not support {name}{hint}", field=name)
 
 
 def _check_prompt(prompt: TokenIds, info: EngineInfo) -> None:

@@ -13,7 +13,7 @@ from typing import Any, Literal, Self
 import msgspec
 from msgspec import Struct
 
-from tllm_core.checks import check_request, default_sampling
+from tllm_core.checks import Checks, default_sampling
 from tllm_core.config import Settings, load_settings
 from tllm_core.contracts.messages import (
     EngineInfo,
@@ -69,6 +69,7 @@ class GenerationExecutor:
         self._plan = plan
         self._pid = frontend.pid
         self.info = info
+        self._checks = Checks(info)
         frontend.start()
         _LIVE.add(frontend)
         self._finalizer = weakref.finalize(self, _close_from_finalizer, frontend, self._pid)
@@ -141,7 +142,7 @@ class GenerationExecutor:
         self._check_process()
         hooks = self._plan.hooks
         request = hooks.request(request, self.info, self._frontend.ledger.in_flight)
-        check_request(request, self.info)
+        self._checks.check(request)
         filters = hooks.result_filters(request)
         return GenerationResult(request, self._frontend.submit(request), self, filters)
 
