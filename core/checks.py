@@ -55,8 +55,7 @@ class Checks:
         if sampling is not self._good:
             sampling.check()
             _check_supported(sampling, _SAMPLING_FIELDS, info)
-            is_fixed = type(sampling.stop) is type(sampling.stop_token_ids) is tuple  # a list could change meanwhile
-            self._good = sampling if is_fixed else None
+            self._good = sampling
         _check_supported(request, _REQUEST_FIELDS, info)
         _check_prompt(request.prompt_token_ids, info)
         _check_length(len(request.prompt_token_ids), sampling.max_tokens, info)

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Literal, Self, TypeAlias, overload
 
 from msgspec import Struct, field
+from msgspec.structs import force_setattr
 
 from tllm_core.errors import RequestError
 
@@ -135,6 +136,11 @@ class SamplingParams(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     skip_special_tokens: bool = True
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("stop", "stop_token_ids"):  # a caller's list could change after it was checked
+            if isinstance(value := getattr(self, name), list):
+                force_setattr(self, name, tuple(value))
 
     def check(self) -> None:
         """Raises RequestError, which names the field, for any value of a wrong type or outside its range."""
