@@ -96,8 +96,12 @@ class _SocketPort:
                 frames = self._drain(park, polled)
                 if frames or self._take_wake() or not park:
                     return frames
-                events = self._poll.poll(None if left is None else left * 1000)
-                polled = any(fd == self._fd for fd, _ in events)
+                polled = False
+                for fd, _ in self._poll.poll(None if left is None else left * 1000):
+                    if fd == self._fd:
+                        polled = True
+                    else:
+                        self._wake.clear()
 
     def _take_wake(self) -> bool:
         if not self._woken:
@@ -109,9 +113,7 @@ class _SocketPort:
         """Takes what is there. Where nothing is and `park`, the caller goes into the poll, from which senders may wake it."""
         frames: list[Frame] = []
         with self._lock:
-            if self._parked:
-                self._wake.clear()
-                self._parked = False
+            self._parked = False
             self._check_open()
             if polled:  # a message is likely, and asking for the events costs more than taking it
                 with contextlib.suppress(zmq.Again):
