@@ -165,7 +165,7 @@ def _answer(
     from tllm_core.llm import LLM
 
     llm = LLM(executor=executor)
-    if chat or (chat is None and llm.tokenizer.has_chat_template):
+    if chat or (chat is None and llm.tokenizer.chat_template is not None):
         return _read(llm.chat_async([{"role": "user", "content": prompt}], params), write)
     return _read(llm.generate_async(prompt, params), write)
 
