@@ -13,7 +13,8 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+import warnings
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -359,7 +360,9 @@ def test_unsent_frames_to_a_peer_that_never_existed_do_not_keep_the_process(
 
 def test_a_forked_child_has_no_port_and_harms_none(directory: Path) -> None:
     engine = transport(directory).listen("model", 1)
-    child = os.fork()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12 warns of the fork that this is about
+        child = os.fork()
     if child == 0:
         try:
             engine.send(PEER, [b"x"])
@@ -388,3 +391,94 @@ def test_a_frontend_that_comes_back_under_its_id_is_reached_again(directory: Pat
         assert received(frontend) == [b"%d" % number]
         frontend.close()
     engine.close()
+
+
+# ---------------------------------------------------------------------------------------------------- reconnects
+
+
+class Proxy:
+    """Forwards one tcp port to another; `cut` ends what is connected, and new connections are taken again."""
+
+    def __init__(self, port: int) -> None:
+        self._to = ("127.0.0.1", port)
+        self._server = socket.create_server(("127.0.0.1", 0))
+        self._live: list[socket.socket] = []
+        self._threads = [threading.Thread(target=self._accept)]
+        self._threads[0].start()
+        self.endpoint = f"tcp://127.0.0.1:{self._server.getsockname()[1]}"
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                near, _ = self._server.accept()
+            except OSError:
+                return
+            far = socket.create_connection(self._to)
+            self._live += [near, far]
+            for source, sink in ((near, far), (far, near)):
+                thread = threading.Thread(target=self._forward, args=(source, sink))
+                self._threads.append(thread)
+                thread.start()
+
+    def _forward(self, source: socket.socket, sink: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            while received_bytes := source.recv(65536):
+                sink.sendall(received_bytes)
+        for end in (source, sink):
+            with contextlib.suppress(OSError):
+                end.shutdown(socket.SHUT_RDWR)
+
+    def cut(self) -> None:
+        for end in list(self._live):
+            with contextlib.suppress(OSError):
+                end.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        self._server.shutdown(socket.SHUT_RDWR)
+        self.cut()
+        for thread in self._threads:
+            thread.join(PATIENCE_S)
+        for end in (self._server, *self._live):
+            end.close()
+
+
+def until(port: Port, condition: Callable[[], bool]) -> None:
+    """Receives, so that the port sees what happens, until the condition holds."""
+    deadline = time.monotonic() + PATIENCE_S
+    while not condition():
+        assert time.monotonic() < deadline
+        assert list(port.receive(0.05)) == []
+
+
+def test_a_lost_tcp_connection_is_down_comes_back_and_shows_since_when(directory: Path) -> None:
+    lane = transport(directory, protocol="tcp")
+    engine = lane.listen("model", 1)
+    with contextlib.closing(Proxy(int(engine.address.endpoints["zmq"].rpartition(":")[2]))) as proxy:
+        address = msgspec.structs.replace(engine.address, endpoints={"zmq": proxy.endpoint})
+        frontend = lane.connect(address, PEER)
+        for number in range(3):
+            frontend.send([b"up %d" % number])
+            assert received(engine) == [b"up %d" % number]
+            engine.send(PEER, [b"down %d" % number])
+            assert received(frontend) == [b"down %d" % number]
+            until(frontend, lambda: frontend.state.up and frontend.state.since > 0)
+            before = frontend.state.since, engine.state.since
+            proxy.cut()
+            until(frontend, lambda before=before: frontend.state.since > before[0])  # type: ignore[misc]
+            until(frontend, lambda: frontend.state.up)
+            until(engine, lambda before=before: engine.state.since > before[1])  # type: ignore[misc]
+            assert engine.state.up
+        frontend.close()
+    engine.close()
+
+
+def test_a_blocked_receive_returns_when_the_path_changes(directory: Path) -> None:
+    lane = transport(directory, protocol="tcp")
+    engine = lane.listen("model", 1)
+    frontend = lane.connect(engine.address, PEER)
+    until(frontend, lambda: frontend.state.since > 0)
+    engine.close()
+    assert list(frontend.receive(PATIENCE_S)) == []
+    assert not frontend.state.up
+    assert "reconnecting" in frontend.state.reason
+    frontend.close()

@@ -28,6 +28,7 @@ from tllm_core.contracts.interfaces import (
 from tllm_core.errors import FrameTooLarge, PortClosed, PortDown, PortFull
 from tllm_core.transports.zmq.names import HeldName
 from tllm_core.transports.zmq.packing import TABLE_BYTES, measure, pack, unpack
+from tllm_core.transports.zmq.path import Path
 from tllm_core.transports.zmq.settings import ZmqSettings
 from tllm_core.transports.zmq.wake import Wake
 
@@ -54,7 +55,7 @@ class _SocketPort:
     _routed = False
     """Messages start with the peer's id."""
 
-    def __init__(self, kind: zmq.SocketType, settings: ZmqSettings) -> None:
+    def __init__(self, kind: zmq.SocketType, settings: ZmqSettings, protocol: str) -> None:
         self.max_frame: int | None = settings.max_frame_bytes
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
         self._socket = _configure(self._context.socket(kind), settings)
@@ -68,13 +69,18 @@ class _SocketPort:
         self._poll = select.poll()
         self._fd = int(self._socket.get(zmq.FD))
         self._poll.register(self._fd, select.POLLIN)
-        self._poll.register(self._wake.fileno(), select.POLLIN)
+        self._wake_fd = self._wake.fileno()
+        self._poll.register(self._wake_fd, select.POLLIN)
+        self._path: Path | None = None
+        if protocol == "tcp":
+            self._path = Path(self._socket, always_up=kind == zmq.ROUTER)
+            self._poll.register(self._path.fd, select.POLLIN)
         _open_ports.add(self)
 
     @property
     def state(self) -> PortState:
         if self._closed_at is None:
-            return PORT_UP
+            return PORT_UP if self._path is None else self._path.state
         return PortState(False, "closed", self._closed_at, closed=True)
 
     def path_ok_at(self) -> float:
@@ -100,7 +106,7 @@ class _SocketPort:
                 for fd, _ in self._poll.poll(None if left is None else left * 1000):
                     if fd == self._fd:
                         polled = True
-                    else:
+                    elif fd == self._wake_fd:
                         self._wake.clear()
 
     def _take_wake(self) -> bool:
@@ -110,7 +116,10 @@ class _SocketPort:
         return True
 
     def _drain(self, park: bool, polled: bool = False) -> list[Frame]:
-        """Takes what is there. Where nothing is and `park`, the caller goes into the poll, from which senders may wake it."""
+        """Takes what is there. Where nothing is and `park`, the caller goes into the poll, from which senders may wake it.
+
+        A connection that was lost or is back counts as a wake-up, so that the caller looks at `state`.
+        """
         frames: list[Frame] = []
         with self._lock:
             self._parked = False
@@ -121,6 +130,8 @@ class _SocketPort:
             # Asking for the events also takes in the socket's pending commands; only after a "no" is its descriptor armed.
             while len(frames) < BATCH_FRAMES and self._readable():
                 frames.append(self._take_message())
+            if self._path is not None and not frames and self._path.update():
+                self._woken = True
             self._parked = park and not frames
             if frames:
                 self._woken = False
@@ -183,6 +194,8 @@ class _SocketPort:
 
     def _free(self) -> None:
         with self._lock:
+            if self._path is not None:
+                self._path.close()
             self._socket.close()
         self._wake.close()
         self._context.term()  # waits for what lingers
@@ -222,7 +235,7 @@ class ZmqEnginePort(_SocketPort, EnginePort):
     _routed = True
 
     def __init__(self, settings: ZmqSettings, held: HeldName) -> None:
-        super().__init__(zmq.ROUTER, settings)
+        super().__init__(zmq.ROUTER, settings, settings.protocol)
         self._held = held
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         # A peer whose connection broke unnoticed on this side comes back under the same id.
@@ -252,7 +265,7 @@ class ZmqFrontendPort(_SocketPort, FrontendPort):
     """A frontend's end. It may be there before the engine is; what is sent meanwhile waits."""
 
     def __init__(self, settings: ZmqSettings, endpoint: str, peer: PeerId) -> None:
-        super().__init__(zmq.DEALER, settings)
+        super().__init__(zmq.DEALER, settings, endpoint.partition(":")[0])
         try:
             self._socket.setsockopt(zmq.ROUTING_ID, peer)
             self._socket.setsockopt(zmq.IPV6, "[" in endpoint)
