@@ -1,7 +1,8 @@
 """Who waits for what: register, deliver, settle, sweep. Sans-IO; one lock decides every race between them.
 
 A consumer never takes the ledger's lock: it drains its mailbox, and where that is empty it leaves a waiter and looks once
-more. The other side appends first and takes the waiter afterwards, so one of the two always sees the other.
+more. The other side appends rows first and takes waiters afterwards, one atomic pop at a time, so that one of the two always
+sees the other.
 """
 
 from __future__ import annotations
@@ -66,17 +67,18 @@ class Mailbox:
     """What has arrived for one request and was not read. Filled under the ledger's lock, read by one consumer at a time.
 
     rows: a bare int is one token of sequence 0 (the common case costs no object), else Tokens or Finish. `outcome` is set
-    after the last row was appended: who reads it before draining misses nothing.
+    after the last row was appended: who reads it before draining misses nothing. waiters, final_waiters: woken by the next
+    row, or by the outcome alone; consumers append, and the ledger pops.
     """
 
-    __slots__ = ("client_id", "extra_in", "extra_out", "final_waiters", "open", "outcome", "rows", "waiter")
+    __slots__ = ("client_id", "extra_in", "extra_out", "final_waiters", "open", "outcome", "rows", "waiters")
 
     def __init__(self, client_id: int, n: int) -> None:
         self.client_id = client_id
         self.rows: deque[int | Tokens | Finish] = deque()
         self.outcome: Outcome | None = None
         self.open: set[int] = set(range(n))
-        self.waiter: Waiter | None = None
+        self.waiters: list[Waiter] = []
         self.final_waiters: list[Waiter] = []
         self.extra_in = 0
         self.extra_out = 0
@@ -186,9 +188,8 @@ class Ledger:
                 self.counters["late_rows"] += 1
                 continue
             box.rows.append(token_id)
-            if box.waiter is not None:
-                woken.append(box.waiter)
-                box.waiter = None
+            while box.waiters:
+                woken.append(box.waiters.pop())
 
     def _deliver_rows(self, batch: StepBatch, effects: Effects) -> None:
         extras = dict(batch.extras)
@@ -208,7 +209,7 @@ class Ledger:
         extra = item.extra
         if item.token_ids or extra is not None:
             box.rows.append(item)
-            self._take_waiter(box, effects.woken)
+            take(box.waiters, effects.woken)
         if extra is None:
             return
         if extra.error is not None:
@@ -234,7 +235,7 @@ class Ledger:
         box.rows.append(Finish(index, reason, stop_reason))
         box.open.discard(index)
         if box.open:
-            self._take_waiter(box, effects.woken)
+            take(box.waiters, effects.woken)
         else:
             self._settle(box, Outcome(reason or "finished"), effects)
 
@@ -288,15 +289,9 @@ class Ledger:
             box.rows.extend(Finish(index, reason, None) for index in sorted(box.open))
         box.open.clear()
         box.outcome = outcome
-        self._take_waiter(box, effects.woken)
-        effects.woken.extend(box.final_waiters)
+        take(box.waiters, effects.woken)
+        take(box.final_waiters, effects.woken)
         effects.settled.append((box.client_id, outcome.reason))
-
-    @staticmethod
-    def _take_waiter(box: Mailbox, woken: list[Waiter]) -> None:
-        if box.waiter is not None:
-            woken.append(box.waiter)
-            box.waiter = None
 
     def open_ids(self) -> list[int]:
         """The ids of all requests without an outcome."""
@@ -309,6 +304,12 @@ class Ledger:
         while self.dropped:
             ids.append(self.dropped.popleft())
         return ids
+
+
+def take(waiters: list[Waiter], woken: list[Waiter]) -> None:
+    """Moves waiters over; one that is appended meanwhile is either moved or stays."""
+    while waiters:
+        woken.append(waiters.pop())
 
 
 def size_of(extra: RowExtra) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import threading
 from asyncio import get_running_loop
@@ -21,7 +22,7 @@ from tllm_core.contracts.messages import (
 )
 from tllm_core.errors import ResultBusyError
 from tllm_core.ledger.ledger import Finish, Mailbox, Outcome, Tokens, size_of
-from tllm_core.ledger.waiting import Deadline, ThreadWaiter, async_waiter
+from tllm_core.ledger.waiting import Deadline, ThreadWaiter, async_waiter, discard
 
 log = logging.getLogger("tllm_core")
 
@@ -121,7 +122,7 @@ class GenerationResult:
         self.request = request
         self.client_id = mailbox.client_id
         self.outputs = [CompletionOutput(index) for index in range(request.sampling.n)]
-        self._box = mailbox
+        self.mailbox = mailbox
         self._executor = executor
         self._filters = list(filters)
         self._lock = threading.Lock()
@@ -151,14 +152,14 @@ class GenerationResult:
 
     def aborted(self) -> bool:
         """It ended by `abort()`: this one's, the executor's, or the loss of its consumer."""
-        outcome = self._box.outcome
+        outcome = self.mailbox.outcome
         return outcome is not None and outcome.reason == "abort"
 
     # ----------------------------------------------------------------------------------------------- the mailbox
 
     def _read(self) -> None:
         """Moves what has arrived into `outputs`."""
-        box = self._box
+        box = self.mailbox
         outcome = box.outcome  # before the rows: whoever set it appended them first
         rows = box.rows
         if not rows and outcome is self._done:
@@ -193,11 +194,11 @@ class GenerationResult:
         output.token_ids.extend(item.token_ids)
         if item.extra is not None:
             output.add_extra(item.extra)
-            self._box.extra_out += size_of(item.extra)
+            self.mailbox.extra_out += size_of(item.extra)
 
     def _must_wait(self) -> bool:
         """There is nothing that the iterating consumer has not seen, and more to come."""
-        box = self._box
+        box = self.mailbox
         return not box.rows and box.outcome is None and self._updates == self._seen
 
     def _advance(self) -> bool:
@@ -236,9 +237,10 @@ class GenerationResult:
         if self._busy:
             raise self._busy_error()
         self._iterated = self._busy = True
+        box = self.mailbox
         try:
             while self._must_wait():
-                self._box.waiter = waiter = ThreadWaiter()
+                box.waiters.append(waiter := ThreadWaiter())
                 if self._must_wait():
                     waiter.wait(None)
             if self._advance():
@@ -254,14 +256,17 @@ class GenerationResult:
         if self._busy:
             raise self._busy_error()
         self._iterated = self._busy = True
-        box = self._box
+        box = self.mailbox
         try:
             while not box.rows and self._must_wait():
-                box.waiter = future = get_running_loop().create_future()
+                box.waiters.append(future := get_running_loop().create_future())
                 if not box.rows and self._must_wait():
                     await future
             if self._advance():
                 return self
+        except asyncio.CancelledError:
+            discard(box.waiters, future)
+            raise
         finally:
             self._busy = False
         raise StopAsyncIteration
@@ -276,9 +281,9 @@ class GenerationResult:
         deadline = Deadline(timeout)
         while self._pending():
             waiter = ThreadWaiter()
-            self._box.final_waiters.append(waiter)
+            self.mailbox.final_waiters.append(waiter)
             if self._pending() and not waiter.wait(deadline.left()):
-                self._forget(waiter)
+                discard(self.mailbox.final_waiters, waiter)
                 if self._pending():
                     raise TimeoutError(f"request {self.client_id} did not end within {timeout} s; it goes on")
         return self._ended()
@@ -287,24 +292,19 @@ class GenerationResult:
         """As `result`, for coroutines; use `asyncio.timeout` around it for a bound."""
         while self._pending():
             future = async_waiter()
-            self._box.final_waiters.append(future)
+            self.mailbox.final_waiters.append(future)
             if self._pending():
                 try:
                     await future
                 finally:
-                    self._forget(future)
+                    discard(self.mailbox.final_waiters, future)
         return self._ended()
 
     def _pending(self) -> bool:
-        return self._box.outcome is None
+        return self.mailbox.outcome is None
 
     def __await__(self) -> Generator[None, None, Self]:
         return self.aresult().__await__()
-
-    def _forget(self, waiter: object) -> None:
-        waiters = self._box.final_waiters
-        if waiter in waiters:
-            waiters.remove(waiter)
 
     def _ended(self) -> Self:
         self._read()
@@ -329,11 +329,11 @@ class GenerationResult:
         self.abort()
 
     def __del__(self) -> None:
-        box = getattr(self, "_box", None)
+        box = getattr(self, "mailbox", None)
         if box is not None and box.outcome is None:
             self._executor.drop(box.client_id)  # only an append: this may run inside any lock
 
     def __repr__(self) -> str:
-        state = "running" if self._box.outcome is None else self._box.outcome.reason
+        state = "running" if self.mailbox.outcome is None else self.mailbox.outcome.reason
         lengths: Sequence[int] = [len(output.token_ids) for output in self.outputs]
         return f"GenerationResult(client_id={self.client_id}, {state}, tokens={lengths})"

@@ -35,6 +35,12 @@ def wake_all(waiters: Iterable[Waiter]) -> int:
     return lost
 
 
+def discard(waiters: list[Waiter], waiter: Waiter) -> None:
+    """Takes back a waiter that nobody needs any more; quiet where it was taken already."""
+    with contextlib.suppress(ValueError):
+        waiters.remove(waiter)
+
+
 def _resolve(futures: list[asyncio.Future[None]]) -> None:
     for future in futures:
         if not future.done():

@@ -18,7 +18,7 @@ from tllm_core.contracts.messages import TokenIds
 from tllm_core.errors import RequestError, ResultBusyError, TllmError
 from tllm_core.ledger.ledger import Waiter
 from tllm_core.ledger.result import GenerationResult
-from tllm_core.ledger.waiting import Deadline, ThreadWaiter, async_waiter, wake_all
+from tllm_core.ledger.waiting import Deadline, ThreadWaiter, async_waiter, discard, wake_all
 from tllm_core.llm.completion import TextCompletionOutput
 from tllm_core.text import SequenceText
 
@@ -41,7 +41,7 @@ class RequestOutput:
         self.prompt = prompt
         self.outputs = [TextCompletionOutput(index, sequence) for index, sequence in enumerate(sequences)]
         self._result = result
-        self._box = result._box
+        self._box = result.mailbox
         self._has_stops = has_stops
         self._lock = threading.Lock()
         self._leader: Waiter | None = None
@@ -156,9 +156,8 @@ class RequestOutput:
         if self._leader is not None:
             self._followers.append(waiter)
             return True
-        box.waiter = waiter
+        box.waiters.append(waiter)
         if box.rows or box.outcome is not None:
-            box.waiter = None
             return False
         self._leader = waiter
         return True
@@ -172,12 +171,13 @@ class RequestOutput:
         woken: list[Waiter] = []
         with self._lock:
             if self._leader is waiter:
+                discard(self._box.waiters, waiter)
                 self._leader = None
                 woken, self._followers = self._followers, woken
             elif waiter in self._followers:
                 self._followers.remove(waiter)
-            elif waiter in self._box.final_waiters:
-                self._box.final_waiters.remove(waiter)
+            else:
+                discard(self._box.final_waiters, waiter)
         wake_all(woken)
 
     def _wait(self, condition: Condition, timeout: float | None = None) -> bool:

@@ -9,7 +9,7 @@ import pytest
 
 from tllm_core.contracts.messages import FINISH_CODES, GenerationRequest, SamplingParams, StepBatch, TokenIds
 from tllm_core.errors import EngineDeadError, ResultBusyError
-from tllm_core.ledger.ledger import Ledger
+from tllm_core.ledger.ledger import Ledger, take
 from tllm_core.ledger.result import GenerationResult
 from tllm_core.ledger.waiting import wake_all
 
@@ -91,7 +91,7 @@ def test_a_blocked_sync_consumer_is_woken_by_each_delivery(bench: Bench) -> None
         seen.extend(r.outputs[0].token_ids_diff for r in result)
 
     thread = in_thread(consume)
-    until(lambda: result._box.waiter is not None)
+    until(lambda: bool(result.mailbox.waiters))
     bench.give(result, 1)
     until(lambda: len(seen) == 1)
     bench.give(result, 2, finish=True)
@@ -113,7 +113,7 @@ def test_async_consumers_on_two_loops_are_served_at_once(bench: Bench) -> None:
         await asyncio.gather(*map(consume, pair))
 
     threads = [in_thread(lambda pair=pair: asyncio.run(both(pair))) for pair in (results[:2], results[2:])]  # type: ignore[misc]
-    until(lambda: all(result._box.waiter is not None for result in results))
+    until(lambda: all(result.mailbox.waiters for result in results))
     batch = StepBatch([r.client_id for r in results], [10, 11, 12, 13])
     wake_all(bench.ledger.deliver(batch).woken)
     for result in results:
@@ -135,7 +135,7 @@ def test_many_waiters_share_one_end_beside_an_iterating_consumer(bench: Bench) -
         ended.extend(list(r.outputs[0].token_ids) for r in done)
 
     threads = [in_thread(wait_sync), in_thread(wait_sync), in_thread(lambda: asyncio.run(wait_async()))]
-    until(lambda: len(result._box.final_waiters) == 4)
+    until(lambda: len(result.mailbox.final_waiters) == 4)
     bench.give(result, 1)
     assert next(result).outputs[0].token_ids_diff == [1]
     bench.give(result, 2, finish=True)
@@ -149,7 +149,7 @@ def test_result_timeout_is_one_budget_and_leaves_the_request_alive(bench: Bench)
     result = bench.new()
     with pytest.raises(TimeoutError, match="goes on"):
         result.result(timeout=0.01)
-    assert not result._box.final_waiters
+    assert not result.mailbox.final_waiters
     bench.give(result, 1, finish=True)
     assert result.result(timeout=0).outputs[0].token_ids == [1]
 
@@ -188,7 +188,7 @@ def test_a_death_wakes_sync_and_async_waiters(bench: Bench) -> None:
         errors.append(str(caught.value))
 
     threads = [in_thread(sync_result), in_thread(lambda: asyncio.run(async_iteration())), in_thread(sync_iteration)]
-    until(lambda: bool(results[0]._box.final_waiters) and all(r._box.waiter is not None for r in results[1:]))
+    until(lambda: bool(results[0].mailbox.final_waiters) and all(r.mailbox.waiters for r in results[1:]))
     bench.die("gone")
     for thread in threads:
         thread.join(10)
@@ -198,7 +198,7 @@ def test_a_death_wakes_sync_and_async_waiters(bench: Bench) -> None:
 def test_a_second_iterating_consumer_is_told(bench: Bench) -> None:
     result = bench.new()
     thread = in_thread(lambda: [None for _ in result] and None)
-    until(lambda: result._box.waiter is not None)
+    until(lambda: bool(result.mailbox.waiters))
     with pytest.raises(ResultBusyError, match="await"):
         next(result)
     bench.give(result, 1, finish=True)
@@ -219,13 +219,44 @@ def test_a_cancelled_consumer_can_be_followed_by_another(bench: Bench) -> None:
     assert asyncio.run(scenario()) == [7]
 
 
+def test_a_waiter_left_while_others_are_taken_is_not_lost(bench: Bench) -> None:
+    """The consumer runs between any two steps of the ledger: here, while a stale waiter is being taken."""
+    result = bench.new()
+    box = result.mailbox
+    box.waiters.append("stale")
+
+    class Interleaved(list[object]):
+        def append(self, waiter: object) -> None:
+            super().append(waiter)
+            if waiter == "stale":
+                box.rows.clear()
+                box.waiters.append("new")
+
+    woken = Interleaved()
+    take(box.waiters, woken)
+    assert woken + box.waiters == ["stale", "new"]
+
+
+def test_polling_a_silent_request_leaves_nothing_behind(bench: Bench) -> None:
+    result = bench.new()
+
+    async def poll() -> None:
+        for _ in range(20):
+            with pytest.raises(TimeoutError):
+                async with asyncio.timeout(0.001):
+                    await anext(result)
+
+    asyncio.run(poll())
+    assert result.mailbox.waiters == []
+
+
 def test_a_closed_loop_does_not_disturb_the_others(bench: Bench) -> None:
     orphan, alive = bench.new(), bench.new()
     loop = asyncio.new_event_loop()
-    orphan._box.waiter = loop.create_future()
+    orphan.mailbox.waiters.append(loop.create_future())
     loop.close()
     thread = in_thread(lambda: [None for _ in alive] and None)
-    until(lambda: alive._box.waiter is not None)
+    until(lambda: bool(alive.mailbox.waiters))
     batch = StepBatch([orphan.client_id, alive.client_id], [1, 2], finishes=[(1, STOP, None)])
     assert wake_all(bench.ledger.deliver(batch).woken) == 1
     thread.join(10)
