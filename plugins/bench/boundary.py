@@ -82,7 +82,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
         "exact": all(delivery.exact for r in rounds for delivery in (r.whole, r.after_submit))
         and first.exact
         and between.exact,
-        "rounds": to_builtins(rounds),
+        "rounds": [_shown(r) for r in rounds],
     }
 
 
@@ -141,6 +141,12 @@ def _setup(arguments: argparse.Namespace, loop: str | None) -> dict[str, Any]:
         "python": platform.python_version(),
         "versions": {name: _version(name) for name in VERSIONS},
     }
+
+
+def _shown(measured: Round) -> dict[str, Any]:
+    shown: dict[str, Any] = to_builtins(measured)
+    shown["raw"]["round_trip_us"] = percentiles_us(shown["raw"].pop("round_trips_s"))
+    return shown
 
 
 def _results(rounds: list[Round], first_s: list[float], between_s: list[float]) -> dict[str, Any]:
