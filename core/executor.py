@@ -182,13 +182,13 @@ class GenerationExecutor:
         The first error is raised, and what is still running is then aborted. `options` are those of `generate_async`.
         """
         if _is_one_prompt(prompts):
-            return self._submit_patiently(prompts, _one(sampling_params), [], options).result()  # type: ignore[arg-type]
+            return self._submit_patiently(prompts, _one(sampling_params), options).result()  # type: ignore[arg-type]
         many: Sequence[Prompt] = prompts  # type: ignore[assignment]
         params = _per_prompt(sampling_params, len(many))
         results: list[GenerationResult] = []
         try:
             for prompt, param in zip(many, params, strict=True):
-                results.append(self._submit_patiently(prompt, param, results, options))
+                results.append(self._submit_patiently(prompt, param, options))
             return [result.result() for result in results]
         except BaseException:
             for result in results:
@@ -196,18 +196,17 @@ class GenerationExecutor:
             raise
 
     def _submit_patiently(
-        self, prompt: Prompt, params: SamplingParams | None, running: list[GenerationResult], options: Mapping[str, Any]
+        self, prompt: Prompt, params: SamplingParams | None, options: Mapping[str, Any]
     ) -> GenerationResult:
-        """Where the backlog is full: waits until an own request ends, which makes room, or for others' a little while."""
         while True:
             try:
                 return self.generate_async(prompt, params, streaming=False, **options)
             except Overloaded:
-                oldest = next((result for result in running if not result.finished), None)
-                if oldest is None:
-                    self._frontend.wait_for_room()
-                else:
-                    oldest.result()
+                self.wait_for_room()
+
+    def wait_for_room(self) -> None:
+        """Blocks until something came back from the engine, or a tenth of a second: time to try again after Overloaded."""
+        self._frontend.wait_for_room()
 
     def abort(self, client_id: int) -> None:
         """Ends one request with finish reason "abort", here at once and in the engine; a quiet no-op if it has ended."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from types import TracebackType
@@ -32,7 +31,6 @@ from tllm_core.plan import OnPhase
 from tllm_core.text import Tokenizer, Vocabulary, as_tokenizer, render_chat, sequences_of
 
 DEFAULT_ENGINE = "tp"
-ROOM_POLL_S = 0.01
 
 
 class LLM:
@@ -229,11 +227,11 @@ class LLM:
                 self._wait_for_room(crowd)
 
     def _wait_for_room(self, crowd: Crowd) -> None:
-        """An own request that ends makes room; where others fill the backlog, a little while."""
+        """An own request that ends makes room; where others fill the backlog, whatever comes back."""
         if crowd.running:
             crowd.wait(at_most=crowd.running - 1)
         else:
-            threading.Event().wait(ROOM_POLL_S)
+            self.executor.wait_for_room()
 
     # ----------------------------------------------------------------------------------------------------- the end
 

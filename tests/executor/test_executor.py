@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from tllm_core import (
+    LLM,
     ConfigError,
     ControlError,
     EngineDeadError,
@@ -20,6 +21,7 @@ from tllm_core import (
     RequestError,
     SamplingParams,
 )
+from tllm_core.config import load_settings
 from tllm_core.engines.echo import expected_tokens
 
 PAIRS = [
@@ -347,3 +349,27 @@ def test_a_pair_that_cannot_work_is_refused_with_what_can() -> None:
 def test_no_engine_says_how_to_choose_one() -> None:
     with pytest.raises(ConfigError, match=r"engine.*echo"):
         GenerationExecutor.create()
+
+
+def test_generate_submits_as_room_appears() -> None:
+    """The lane's window and backlog hold 8 messages; 200 prompts go through all the same, also from several threads."""
+    small = {"window_frames": 4, "backlog_frames": 4}
+    overrides = {"engine.name": "echo", "launcher.name": "inline", **{f"wire.{key}": n for key, n in small.items()}}
+    prompts = [[i, 1] for i in range(200)]
+    expected = [expected_tokens(prompt, 3) for prompt in prompts]
+    got: list[list[list[int]]] = []
+    with GenerationExecutor.create(load_settings(None, overrides=overrides)) as executor, LLM(executor=executor) as llm:
+        params = SamplingParams(max_tokens=3)
+
+        def by_executor() -> None:
+            got.append([result.outputs[0].token_ids for result in executor.generate(prompts, params)])  # type: ignore[union-attr]
+
+        def by_llm() -> None:
+            got.append([output.outputs[0].token_ids for output in llm.generate(prompts, params)])
+
+        threads = [threading.Thread(target=work) for work in (by_executor, by_llm, by_executor, by_llm)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(120)
+    assert got == [expected] * 4
