@@ -51,7 +51,7 @@ class Sender:
         """Nothing is unacknowledged."""
         return self.acked == self.last
 
-    def offer(self, kind: int, payload: tuple[Any, ...], size: int, *, urgent: bool = False) -> int:
+    def offer(self, kind: int, payload: tuple[Any, ...], size: int, urgent: bool = False) -> int:
         """Accepts a frame: its sequence number. Raises Overloaded where the backlog is full, unless `urgent`."""
         backlog = self.last - self.sent
         if backlog and not urgent:

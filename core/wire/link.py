@@ -16,7 +16,7 @@ from tllm_core.contracts.messages import Beat, ControlReply, DownMessage, Engine
 from tllm_core.errors import Expelled, PortClosed, PortDown, PortFull, Refused, TransportError
 from tllm_core.wire.header import SEALED_SIZE
 from tllm_core.wire.liveness import DEFAULT_LIVENESS, LivenessSettings
-from tllm_core.wire.session import NONCE_SIZE, URGENT, Arrival, FrontendSession, Session, Snapshot, Terms
+from tllm_core.wire.session import NONCE_SIZE, Arrival, FrontendSession, Session, Snapshot, Terms
 from tllm_core.wire.sessions import EngineSessions
 from tllm_core.wire.settings import DEFAULT_WIRE, WireSettings
 
@@ -160,7 +160,7 @@ class FrontendLink(_Pump):
         snapshot = self._terms.snapshot(message)
         with self._lock:
             session = self._open_session()
-            session.offer(snapshot, urgent=type(message) in URGENT)
+            session.offer(snapshot)
             now = self._clock()
             session.pump(now)
             self._hurry(session.next_at())
@@ -305,9 +305,9 @@ class EngineLink(_Pump):
 
         A session that has ended is counted, and True. Raises FrameTooLarge or PortClosed.
         """
-        message, snapshot = self._snapshot(message)
+        snapshot = self._snapshot(message)
         with self._lock:
-            accepted = self._sessions.offer(session, message, snapshot)
+            accepted = self._sessions.offer(session, snapshot)
             self._sessions.pump_one(session, self._clock())
             self._hurry_up()
         return accepted
@@ -317,7 +317,7 @@ class EngineLink(_Pump):
         snapshot = self._terms.snapshot(message)
         with self._lock:
             for session in list(self._sessions.table):
-                if not self._sessions.offer(session, message, snapshot):
+                if not self._sessions.offer(session, snapshot):
                     self.counters["broadcast_full"] += 1
             self._sessions.pump(self._clock())
             self._hurry_up()
@@ -346,15 +346,15 @@ class EngineLink(_Pump):
         finally:
             self._port.close()
 
-    def _snapshot(self, message: DownMessage) -> tuple[DownMessage, Snapshot]:
+    def _snapshot(self, message: DownMessage) -> Snapshot:
         """A reply whose values can't be encoded fails that call alone."""
         try:
-            return message, self._terms.snapshot(message)
+            return self._terms.snapshot(message)
         except (TypeError, ValueError, OverflowError, RecursionError) as error:
             if not isinstance(message, ControlReply):
                 raise
             reply = ControlReply(message.call_id, error=f"the reply can't cross a process boundary: {error}")
-            return reply, self._terms.snapshot(reply)
+            return self._terms.snapshot(reply)
 
     def _take(self, frames: list[Frame]) -> list[tuple[int, UpMessage]]:
         with self._lock:

@@ -50,7 +50,8 @@ from tllm_core.wire.settings import WireSettings
 
 Send: TypeAlias = Callable[[Frame], None]
 Arrival: TypeAlias = tuple[Header, Sequence[Any]]
-Snapshot: TypeAlias = tuple[int, tuple[Any, ...], int]
+Snapshot: TypeAlias = tuple[int, tuple[Any, ...], int, bool]
+"""Frame kind, payload, size in bytes, and whether a full backlog takes it."""
 
 MAX_FRONTENDS: Final = 32_767
 NONCE_SIZE: Final = 16
@@ -98,16 +99,16 @@ class Terms:
         return Seal(self.key, self.generation, session, down=down)
 
     def snapshot(self, message: UpMessage | DownMessage) -> Snapshot:
-        """Frame kind, payload and size of a message. Raises FrameTooLarge."""
+        """An immutable copy of a message, ready for any lane. Raises FrameTooLarge."""
         if self.key is None:
-            return MESSAGE, (message,), REFERENCE_BYTES
+            return MESSAGE, (message,), REFERENCE_BYTES, type(message) in URGENT
         kind, payload = encode(message)
         size = payload_size(payload)
         if size > self.max_bytes:
             raise FrameTooLarge(
                 f"a {type(message).__name__} of {size} bytes is over the limit of {self.max_bytes} (max_message_bytes)"
             )
-        return kind, payload, size
+        return kind, payload, size, type(message) in URGENT
 
     def special(self, message: Hello | Welcome | Refuse | Gone) -> tuple[int, tuple[Any, ...]]:
         if self.key is None:
@@ -143,9 +144,9 @@ class Session:
     def is_genuine(self, frame: Frame) -> bool:
         return self._inward.is_genuine(frame)
 
-    def offer(self, snapshot: Snapshot, *, urgent: bool = False) -> None:
-        """Accepts a message. Raises Overloaded where the backlog is full, unless `urgent`."""
-        self.lane.sender.offer(*snapshot, urgent=urgent)
+    def offer(self, snapshot: Snapshot) -> None:
+        """Accepts a message. Raises Overloaded where the backlog is full."""
+        self.lane.sender.offer(*snapshot)
 
     def take(self, header: Header, now: float) -> bool:
         """What an authenticated frame means for the lane; True if its message is the next one."""

@@ -16,7 +16,6 @@ from tllm_core.contracts.messages import (
     FINISH_CODES,
     Abort,
     Beat,
-    DownMessage,
     EngineInfo,
     ErrorReport,
     Gone,
@@ -42,7 +41,7 @@ from tllm_core.wire.header import (
     Header,
 )
 from tllm_core.wire.liveness import LivenessSettings, Silence
-from tllm_core.wire.session import MAX_FRONTENDS, NONCE_SIZE, PEER_SIZE, URGENT, Session, Snapshot, Terms
+from tllm_core.wire.session import MAX_FRONTENDS, NONCE_SIZE, PEER_SIZE, Session, Snapshot, Terms
 
 FRONTEND_SHIFT: Final = 48
 """The frontend's id is in the high 16 bits of its client ids."""
@@ -187,14 +186,14 @@ class EngineSessions:
 
     # ------------------------------------------------------------------------------------------------- outgoing
 
-    def offer(self, number: int, message: DownMessage, snapshot: Snapshot | None = None) -> bool:
-        """Accepts a message for a session, or returns False where its backlog is full. Raises FrameTooLarge."""
+    def offer(self, number: int, snapshot: Snapshot) -> bool:
+        """Accepts a message for a session, or returns False where its backlog is full."""
         attached = self.table.get(number)
         if attached is None:
             self.counters["unknown_session"] += 1
             return True
         try:
-            attached.session.offer(snapshot or self.terms.snapshot(message), urgent=type(message) in URGENT)
+            attached.session.offer(snapshot)
         except Overloaded:
             return False
         self._active[number] = attached
@@ -368,7 +367,8 @@ class EngineSessions:
         except MalformedFrame as error:
             self.counters["malformed"] += 1
             if error.client_id is not None:
-                self.offer(attached.session.number, _error_row(error.client_id, f"the request can't be read: {error}"))
+                row = _error_row(error.client_id, f"the request can't be read: {error}")
+                self.offer(attached.session.number, self.terms.snapshot(row))
             return None
         if type(message) is Submit or type(message) is Abort:
             client_id = message.client_id

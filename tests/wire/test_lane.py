@@ -76,7 +76,7 @@ class Channel(RuleBasedStateMachine):
         body = b"%03d" % len(end.offered) + bytes(size)
         sender = end.lane.sender
         try:
-            end.session.offer((MESSAGE, (body,), len(body)), urgent=urgent)
+            end.session.offer((MESSAGE, (body,), len(body), urgent))
             end.offered.append(body)
         except Overloaded:
             waiting = end.offered[sender.sent :]
@@ -263,8 +263,8 @@ class TakesWhatComes(Receiver):
 class ForgetsOrder(Sender):
     """The backlog puts the latest frame first."""
 
-    def offer(self, kind, payload, size, *, urgent=False):
-        sequence = super().offer(kind, payload, size, urgent=urgent)
+    def offer(self, kind, payload, size, urgent=False):
+        sequence = super().offer(kind, payload, size, urgent)
         before = sequence - 1
         if before > self.sent:
             self._frames[before], self._frames[sequence] = (
