@@ -1,7 +1,7 @@
 """The block pool: every block is owned or free, and no count is lost."""
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
@@ -55,6 +55,7 @@ class PoolMachine(RuleBasedStateMachine):
 TestPool = PoolMachine.TestCase
 
 
+@settings(deadline=None)
 @given(tokens=st.integers(0, 1000), size=st.integers(1, 64))
 def test_blocks_for_is_the_least_number_that_holds_the_tokens(tokens: int, size: int) -> None:
     pool = BlockPool(4, size)
