@@ -7,7 +7,7 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from tllm_core.contracts.interfaces import Ready
 from tllm_core.world.channel import Begin, Channel, End, FromRank, Go, ToRank
@@ -25,23 +25,24 @@ def run_rank(sock: socket.socket, parent: int) -> int:
     die_with_parent(parent)
     faulthandler.enable()
     channel: Channel[ToRank] = Channel(sock, ToRank)
-    for message in channel.wait():
-        if isinstance(message, Begin):
-            sys.path[:] = message.sys_path
-            return RankProcess(channel, message).run()
-    return 1
+    messages = channel.wait()
+    if not messages or not isinstance(messages[0], Begin):
+        return 1
+    sys.path[:] = messages[0].sys_path
+    return RankProcess(channel, messages[0], messages[1:]).run()
 
 
 class RankProcess:
     """Runs a rank in this process's main thread, while another obeys the watcher."""
 
-    def __init__(self, channel: Channel[ToRank], begin: Begin) -> None:
+    def __init__(self, channel: Channel[ToRank], begin: Begin, more: Sequence[ToRank]) -> None:
         self._channel, self._begin = channel, begin
         self._go = threading.Event()
         self._context = RankContext(self._report, begin.rank, begin.world_size, begin.rendezvous, begin.rendezvous_fd)
+        self._obey(more)
 
     def run(self) -> int:
-        threading.Thread(target=self._obey, name="tllm-obey", daemon=True).start()
+        threading.Thread(target=self._listen, name="tllm-obey", daemon=True).start()
         try:
             parts = resolve(self._begin.spec)
         except Exception as error:
@@ -71,11 +72,14 @@ class RankProcess:
             gc.collect()
             gc.freeze()
 
-    def _obey(self) -> None:
+    def _listen(self) -> None:
         while messages := self._channel.wait():
-            for message in messages:
-                if isinstance(message, Go):
-                    self._go.set()
-                elif isinstance(message, End):
-                    self._context.end()
+            self._obey(messages)
         os._exit(1)  # the watcher is gone
+
+    def _obey(self, messages: Sequence[ToRank]) -> None:
+        for message in messages:
+            if isinstance(message, Go):
+                self._go.set()
+            elif isinstance(message, End):
+                self._context.end()

@@ -51,9 +51,10 @@ class InlineLauncher(Launcher):
 
 
 class InlineWorld(World):
-    """An engine in a thread of this process."""
+    """An engine in a thread of this process. In a fork of it there is no such thread, and every method does nothing."""
 
     def __init__(self, parts: Parts) -> None:
+        self._pid = os.getpid()
         self._events: queue.SimpleQueue[WorldEvent | None] = queue.SimpleQueue()
         self._over = False
         self._failed: Failed | None = None
@@ -78,7 +79,7 @@ class InlineWorld(World):
             self._events.put(message)
 
     def events(self, timeout: float | None) -> Sequence[WorldEvent]:
-        if self._over:
+        if self._over or os.getpid() != self._pid:
             return []
         try:
             event = self._events.get(timeout=timeout)
@@ -91,6 +92,8 @@ class InlineWorld(World):
         self._events.put(None)
 
     def stop(self, timeout: float) -> bool:
+        if os.getpid() != self._pid:
+            return True
         self._context.end()
         if self._thread is threading.current_thread():
             return False

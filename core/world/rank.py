@@ -138,7 +138,8 @@ def follow(parts: Parts, context: RankContext, report: Report) -> None:
     """A rank above 0: loads, and works as rank 0 directs it."""
     with ExitStack() as closers:
         try:
-            engine, _ = _start(parts, context, closers)
+            engine, info = _start(parts, context, closers)
+            report(Ready(info))
             engine.follow()
             report(Leaving())
         except SystemExit:

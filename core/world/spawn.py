@@ -105,11 +105,12 @@ class SpawnWorld(World):
         self._channel: Channel[WorldEvent] = Channel(ours, WorldEvent)
         self._channel.send(launch)
         self._waker, self._wakee = _wake_pipe()
-        self._reading, self._ending = threading.Lock(), threading.RLock()
+        # In this order, where more than one is held.
+        self._ending, self._reading, self._descriptors = threading.Lock(), threading.Lock(), threading.Lock()
         self._ranks: tuple[Identity, ...] = ()
         self._queue: list[WorldEvent] = []
         self._lost: Exited | None = None
-        self._exited = self._over = self._freed = False
+        self._exited = self._over = self._killed = self._leaving = self._closed = False
 
     # ------------------------------------------------------------------------------------------------- events
 
@@ -117,7 +118,7 @@ class SpawnWorld(World):
         if os.getpid() != self._owner_pid:
             return []
         with self._reading:
-            if not self._queue and not self._freed and not self._over:
+            if not self._queue and not self._leaving and not self._over:
                 if self._lost is None:
                     self._wait(timeout)
                 self._take()
@@ -136,7 +137,7 @@ class SpawnWorld(World):
 
     def _take(self) -> None:
         if self._lost is not None:
-            self._clear()
+            wait_gone(self._ranks, KILL_S)
             self._queue.append(self._lost)
             self._lost, self._exited = None, True
         if self._exited:
@@ -153,13 +154,17 @@ class SpawnWorld(World):
     def _lose_watcher(self) -> None:
         """The watcher is gone without a word, and its ranks with it. That is told at once; Exited when they are seen gone."""
         exitcode = self._reap()
+        if self._killed:
+            self._lost = Exited(clean=True, message="killed by its owner")
+            return
         message = f"the engine's watcher {describe_exit(exitcode)}"
         self._queue.append(Failed(message, exitcode=exitcode))
         self._lost = Exited(False, message, exitcode=exitcode)
 
     def wake(self) -> None:
-        with contextlib.suppress(OSError):
-            os.write(self._waker, b"\0")
+        with self._descriptors, contextlib.suppress(BlockingIOError):
+            if not self._closed:
+                os.write(self._waker, b"\0")
 
     # ---------------------------------------------------------------------------------------------------- end
 
@@ -176,54 +181,50 @@ class SpawnWorld(World):
         if os.getpid() != self._owner_pid:
             return
         with self._ending:
-            if self._freed:
+            if self._closed:
                 return
+            self._killed = True
             self._channel.send(Kill())
             self._channel.shut()
-            if not self._is_gone(KILL_S):
-                self._popen.kill()
             self._reap()
-            self._clear()
+            wait_gone(self._ranks, KILL_S)
             self._free()
 
     def _is_gone(self, timeout: float) -> bool:
-        """Waits for the watcher, which is the last to go."""
-        with self._ending:
-            # Another thread may close the descriptor meanwhile.
-            pidfd = None if self._pidfd is None or self._freed else os.dup(self._pidfd)
+        """Waits for the end of the watcher, which is the last to go."""
+        with self._descriptors:
+            # A copy, since another thread may close the descriptor meanwhile.
+            pidfd = None if self._pidfd is None or self._closed else os.dup(self._pidfd)
         if pidfd is None:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._popen.wait(max(0.0, timeout))
-        else:
-            poll_readable(pidfd, timeout)
-            os.close(pidfd)
-        return self._popen.poll() is not None
+            return self._popen.returncode is not None
+        gone = poll_readable(pidfd, timeout)
+        os.close(pidfd)
+        return gone
 
-    def _reap(self) -> int | None:
-        """The watcher's exit code; one that has closed its channel but does not end is killed."""
+    def _reap(self) -> int:
+        """The watcher's exit code; one that does not end is killed, which takes the ranks along. Nothing of its session survives,
+        which is seen to before its pid, the session's number, can become another's."""
         if not self._is_gone(KILL_S):
             self._popen.kill()
+            self._is_gone(KILL_S)
+        if self._popen.returncode is None:
+            kill_session(self._popen.pid)
         return self._popen.wait()
 
-    def _clear(self) -> None:
-        """Nothing of the world survives its watcher: by now the system has killed the ranks; this ends what they had started."""
-        kill_session(self._popen.pid)
-        wait_gone(self._ranks, KILL_S)
-
     def _free(self) -> None:
-        self._freed = True
+        self._leaving = True
         self.wake()
         with self._reading:
+            self._take()  # its last words, or that it left none
             self._take()
-            if self._lost is not None:
-                self._take()
-            if not self._exited:
-                self._exited = True
-                self._queue.append(Exited(clean=True, message="killed by its owner"))
-            self._channel.close()
-            for fd in (self._waker, self._wakee, self._pidfd):
-                if fd is not None:
-                    os.close(fd)
+            with self._descriptors:
+                self._closed = True
+                self._channel.close()
+                for fd in (self._waker, self._wakee, self._pidfd):
+                    if fd is not None:
+                        os.close(fd)
 
     def describe(self) -> dict[str, Plain]:
         ranks = {f"rank {identity.rank}": identity.pid for identity in self._ranks}

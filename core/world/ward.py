@@ -7,7 +7,7 @@ import socket
 import subprocess
 from collections.abc import Iterator
 
-from tllm_core.contracts.interfaces import Failed, Identity
+from tllm_core.contracts.interfaces import Failed, Identity, Ready
 from tllm_core.contracts.messages import RankState
 from tllm_core.errors import describe_exit
 from tllm_core.world.channel import Begin, Channel, FromRank, Launch
@@ -18,11 +18,12 @@ from tllm_core.world.stderr import Relay, Tail
 class Ward:
     """One rank's process, with its channel, its stderr and a descriptor that tells its end.
 
-    `failed`: what it said of its own failure. `exitcode`: None while it lives.
+    `ready`, `failed`: what it said of its engine, None before. `exitcode`: None while it lives.
     """
 
     def __init__(self, rank: int, python: str, relay: Relay, inherited: list[int]) -> None:
         self.rank = rank
+        self.ready: Ready | None = None
         self.failed: Failed | None = None
         self.exitcode: int | None = None
         ours, theirs = socket.socketpair()

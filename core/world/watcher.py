@@ -7,6 +7,7 @@ parent-death signal); the owner's death, seen by the end of its channel or of it
 import os
 import socket
 import time
+from collections.abc import Sequence
 
 from tllm_core.contracts.interfaces import (
     Beaten,
@@ -60,10 +61,10 @@ def watch(sock: socket.socket) -> int:
     """Runs a watcher on the inherited end of its owner's channel. Returns the exit code."""
     owner: Channel[ToWatcher] = Channel(sock, ToWatcher)
     adopt_orphans()
-    for message in owner.wait():
-        if isinstance(message, Launch):
-            return Watcher(owner, message).run()
-    return 1
+    messages = owner.wait()
+    if not messages or not isinstance(messages[0], Launch):
+        return 1
+    return Watcher(owner, messages[0]).run(messages[1:])
 
 
 class Watcher:
@@ -81,17 +82,12 @@ class Watcher:
         self._phase = (0, "starting", time.monotonic())
         self._beats = 0
 
-    def run(self) -> int:
-        """Until every process of the world is gone and its owner was told."""
+    def run(self, more: Sequence[ToWatcher] = ()) -> int:
+        """Until every process of the world is gone and its owner was told. `more`: what came with the order to launch."""
         self._watch_owner()
-        if self._leaving:
-            return 1
-        try:
-            self._start_ranks()
-        except OSError as error:
-            python = self._launch.python
-            self._fail(Failed(f"the engine can't be started with {python}: {error.strerror or error}"))
-        self._set_timers()
+        self._obey(more)
+        if not self._leaving:
+            self._start()
         while self._alive():
             self._loop.turn()
             self._flush()
@@ -100,6 +96,14 @@ class Watcher:
         self._owner.drain(1.0)
         self._relay.close(1.0)
         return 0 if self._verdict is None else 1
+
+    def _start(self) -> None:
+        try:
+            self._start_ranks()
+        except OSError as error:
+            python = self._launch.python
+            self._fail(Failed(f"the engine can't be started with {python}: {error.strerror or error}"))
+        self._set_timers()
 
     def _alive(self) -> list[Ward]:
         return [ward for ward in self._wards if ward.exitcode is None]
@@ -121,15 +125,18 @@ class Watcher:
             self._lose_owner()
 
     def _hear_owner(self) -> None:
-        for message in self._owner.receive():
+        self._obey(self._owner.receive())
+        if self._owner.eof:
+            self._loop.forget(self._owner)
+            self._lose_owner()
+
+    def _obey(self, messages: Sequence[ToWatcher]) -> None:
+        for message in messages:
             if isinstance(message, Kill):
                 self._leaving = True
                 self._kill()
             elif isinstance(message, End):
                 self._end()
-        if self._owner.eof:
-            self._loop.forget(self._owner)
-            self._lose_owner()
 
     def _lose_owner(self) -> None:
         if not self._leaving:
@@ -222,9 +229,15 @@ class Watcher:
 
     def _take(self, ward: Ward, message: FromRank) -> None:
         match message:
-            case Listening() | Phase() | Ready():
-                self._note(message)
+            case Listening():
                 self._tell(message)
+            case Phase():
+                if message.name != self._phase[1]:
+                    self._phase = (message.rank, message.name, time.monotonic())
+                self._tell(message)
+            case Ready():
+                ward.ready = message
+                self._judge_ready()
             case Prepared():
                 for other in self._wards[1:]:
                     other.channel.send(Go())
@@ -237,11 +250,12 @@ class Watcher:
                 ward.failed = message
                 self._fail(ward.last_words())
 
-    def _note(self, event: Listening | Phase | Ready) -> None:
-        if isinstance(event, Ready):
+    def _judge_ready(self) -> None:
+        """The world is ready when all ranks are; what it says of itself is rank 0's."""
+        first = self._wards[0].ready
+        if first is not None and all(ward.ready is not None for ward in self._wards):
             self._ready = True
-        elif isinstance(event, Phase) and event.name != self._phase[1]:
-            self._phase = (event.rank, event.name, time.monotonic())
+            self._tell(first)
 
     def _adopt(self, ward: Ward, pid: int) -> None:
         self._adopted.append(identify(ward.rank, pid))

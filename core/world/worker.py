@@ -245,6 +245,8 @@ class Worker:
         self._entries[request_id] = Entry(outbox, client_id, n, set() if n > 1 else None)
         outbox.requests[client_id] = request_id
         try:
+            # Frontends check too, but a value that one of them let through must not become the engine's death.
+            request.sampling.check()
             self._engine.submit(
                 EngineRequest(
                     request_id=request_id,

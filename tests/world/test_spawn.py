@@ -199,12 +199,28 @@ def test_a_world_that_never_gets_ready_is_given_up_and_the_phase_is_named(spawn,
     assert "still starting: rank 0" in capfd.readouterr().err
 
 
-def test_any_rank_that_fails_to_start_is_named_and_ends_the_others(spawn):
+@pytest.mark.parametrize("late", [False, True])
+def test_any_rank_that_fails_to_start_is_named_and_ends_the_others(spawn, late):
     world = spawn(world_size=3, **fault(at="start", do="raise", rank=2, message="no card"))
+    if late:
+        last = world.until(Identified).ranks[2].pid
+        os.kill(last, signal.SIGSTOP)
+        world.until(Phase)
+        for _ in range(3):
+            world.until(Beaten)
+        assert world.of(Ready) == []
+        os.kill(last, signal.SIGCONT)
     failed = world.until(Failed)
     assert (failed.rank, failed.message) == (2, "RuntimeError: no card")
     world.until(Exited)
     assert wait_gone(world.identified().ranks, 0)
+
+
+def test_a_world_is_ready_when_its_last_rank_is(spawn):
+    world = spawn(world_size=2, settings={"ready_timeout_s": 3}, **fault(at="start", do="hang", rank=1))
+    failed = world.until(Failed)
+    assert "ready_timeout_s" in failed.message
+    assert world.of(Ready) == []
 
 
 # ------------------------------------------------------------------------------------------------------ dying
@@ -239,6 +255,20 @@ def test_a_killed_watcher_takes_the_ranks_along(spawn, engine_module, tmp_path):
     world.until(Exited)
     assert wait_gone(world.processes(), 0)
     assert wait_gone_pid(grandchild)
+
+
+def test_a_watcher_that_dies_while_its_world_is_killed_blocks_neither_killer_nor_reader(spawn):
+    world = spawn()
+    identified = world.ready()
+    reader = threading.Thread(target=world.until, args=(Exited,))
+    reader.start()
+    killer = threading.Thread(target=world.world.kill)
+    os.kill(identified.watcher.pid, signal.SIGKILL)
+    killer.start()
+    for thread in (killer, reader):
+        thread.join(20)
+        assert not thread.is_alive()
+    world.world.wake()
 
 
 def test_a_killed_watcher_takes_along_even_a_rank_that_holds_its_lock(spawn, engine_module, tmp_path):
@@ -366,6 +396,16 @@ def test_a_stop_while_loading_does_not_wait_for_the_weights(spawn):
     world.until(Phase)
     assert world.world.stop(20)
     assert world.until(Exited).clean
+
+
+@pytest.mark.parametrize("how", ["stop", "kill"])
+def test_an_end_right_after_the_launch_is_clean(spawn, how):
+    world = spawn(world_size=2)
+    if how == "stop":
+        assert world.world.stop(20)
+    world.world.kill()
+    assert world.until(Exited).clean
+    assert world.of(Failed) == []
 
 
 @pytest.mark.parametrize("who", ["rank", "watcher", "both"])

@@ -77,6 +77,10 @@ class ListLink:
     def wake(self):
         self.woken.set()
 
+    def wait_woken(self):
+        assert self.woken.wait(20)
+        self.woken.clear()
+
     def of(self, kind, session=None):
         return [m for s, m in self.sent if isinstance(m, kind) and session in (None, s)]
 
@@ -181,6 +185,13 @@ def test_a_request_error_is_a_row_of_its_own_request():
     assert (2, 0, "error") in link.finishes()
 
 
+def test_a_value_that_a_frontend_let_through_ends_its_request_alone():
+    link = ListLink([submit(1, max_tokens=2, n=0), submit(2, max_tokens=2, logprobs=10**6), submit(3, max_tokens=2)])
+    assert_nothing_is_left(*work(link))
+    assert {client_id: error.field for client_id, error in link.errors().items()} == {1: "n", 2: "logprobs"}
+    assert link.tokens(3) == expected_tokens([1, 2, 3], 2)
+
+
 def test_an_error_inside_a_step_ends_that_request_with_all_its_sequences():
     faults = [{"at": "step", "do": "request_error", "token": 666, "after": 1}]
     link = ListLink([submit(1, max_tokens=3), submit(2, (666,), max_tokens=3, n=2)])
@@ -279,9 +290,10 @@ def test_any_other_exception_is_the_death_of_the_engine_and_all_are_told(at):
 
 
 def test_a_self_driven_engine_is_stepped_when_it_wakes_the_loop():
-    link = ListLink([submit(1, max_tokens=3)], "idle", "idle", "idle")
-    work(link, step_interval_s=0.001)
-    assert link.tokens(1) == expected_tokens([1, 2, 3], 3)[: len(link.tokens(1))]
+    link = ListLink([submit(1, max_tokens=3)])
+    link.script += [lambda: link.wait_woken()] * 2
+    work(link, step_interval_s=0.01)
+    assert link.tokens(1) == expected_tokens([1, 2, 3], 3)
 
 
 # ----------------------------------------------------------------------------------------------------- parking
