@@ -49,12 +49,19 @@ def transport(directory: Path, **options: Any) -> ZmqTransport:
     return ZmqTransport(ZmqSettings(directory=str(directory), **options))
 
 
-def received(port: Port) -> list[bytes]:
+def all_received(port: Port, count: int) -> list[list[bytes]]:
+    frames: list[list[bytes]] = []
     deadline = time.monotonic() + PATIENCE_S
-    while time.monotonic() < deadline:
-        for frame in port.receive(1.0):
-            return [bytes(part) for part in frame]
-    raise AssertionError("no frame came")
+    while len(frames) < count:
+        assert time.monotonic() < deadline, f"{len(frames)} of {count} frames came"
+        frames += [[bytes(part) for part in frame] for frame in port.receive(1.0)]
+    return frames
+
+
+def received(port: Port) -> list[bytes]:
+    """The next frame, where only one is on its way."""
+    (frame,) = all_received(port, 1)
+    return frame
 
 
 def python(script: str, *arguments: str) -> subprocess.Popen[str]:
@@ -179,6 +186,11 @@ def test_a_directory_that_cannot_be_made_names_the_setting(tmp_path: Path) -> No
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match=r"file.*transport\.zmq\.directory"):
         transport(tmp_path / "file" / "sockets").listen("model", 1)
+
+
+def test_a_name_that_no_file_can_have_names_the_way_out(directory: Path) -> None:
+    with pytest.raises(ConfigError, match="choose another engine name"):
+        transport(directory, protocol="tcp").listen("m" * 300, 1)
 
 
 # ------------------------------------------------------------------------------------------------- tcp, address
@@ -316,13 +328,11 @@ def test_frontends_in_other_processes(directory: Path, protocol: str) -> None:
     engine = transport(directory, protocol=protocol).listen("model", 1)
     address = msgspec.json.encode(engine.address).decode()
     with ended(python(ECHO, address, "1")) as first, ended(python(ECHO, address, "2")) as second:
-        assert sorted([received(engine), received(engine)]) == [[b"hello", b"1"], [b"hello", b"2"]]
+        assert sorted(all_received(engine, 2)) == [[b"hello", b"1"], [b"hello", b"2"]]
         for peer in (1, 2):
             for number in range(100):
                 engine.send(bytes([peer]) * 16, [b"%d" % peer, b"%d" % number])
-        frames = [received(engine) for _ in range(0)]
-        while len(frames) < 200:
-            frames += [[bytes(part) for part in frame] for frame in engine.receive(PATIENCE_S)]
+        frames = all_received(engine, 200)
         for peer in (1, 2):
             mine = [int(number) for sender, number in frames if int(sender) == peer]
             assert mine == list(range(100))

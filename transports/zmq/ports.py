@@ -175,7 +175,7 @@ class _SocketPort:
             except zmq.Again:
                 raise PortFull("the peer is too far behind (high_water_frames)") from None
             except zmq.ZMQError as error:
-                raise PortDown(f"zmq can't send: {error}") from None
+                raise PortDown(f"the peer can't be reached: {error}") from None
             # Sending may have taken in the command that was to wake the reader.
             if self._parked and self._readable():
                 self._wake.set()

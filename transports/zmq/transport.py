@@ -40,7 +40,7 @@ class ZmqTransport(Transport):
         directory = private_directory(settings.directory)
         if settings.protocol == "ipc":
             _check_length(directory, engine)
-        held = HeldName(directory, engine, generation, settings.name_timeout_s)
+        held = _take_name(directory, engine, generation, settings.name_timeout_s)
         port = None
         try:
             port = ZmqEnginePort(settings, held)
@@ -62,6 +62,16 @@ class ZmqTransport(Transport):
             return ZmqFrontendPort(self.settings, endpoint, peer)
         except zmq.ZMQError as error:
             raise TransportError(f"can't connect to {endpoint}: {error}") from None
+
+
+def _take_name(directory: Path, engine: str, generation: int, timeout_s: float) -> HeldName:
+    try:
+        return HeldName(directory, engine, generation, timeout_s)
+    except OSError as error:
+        raise ConfigError(
+            f"can't hold the engine name {engine[:80]!r} in {directory}: {error.strerror}; "
+            "choose another engine name, or set transport.zmq.directory"
+        ) from None
 
 
 def _check_length(directory: Path, engine: str) -> None:
