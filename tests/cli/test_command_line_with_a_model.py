@@ -57,7 +57,12 @@ def test_generate_ends_before_a_stop_string(tmp_path: Path) -> None:
     assert answer["finish_reason"] == "stop"
 
 
-def test_chat_answers_each_line_of_its_input_and_remembers(tmp_path: Path) -> None:
-    stdin = "My name is Ada. Remember it.\n\nWhat is my name?\n"
-    printed = tllm("chat", *MODEL, "--max-tokens", "32", folder=tmp_path, stdin=stdin)
-    assert printed.count("Ada") >= 2
+def test_chat_answers_each_line_of_its_input_and_remembers_until_told_to_forget(tmp_path: Path) -> None:
+    first, second = "What is the capital of France?", "And of Italy?"
+    stdin = "\n".join([first, "", second, "/clear", second, "/clear", first])
+    one_line_each = ("--max-tokens", "16", "--stop", "\n")
+    answers = tllm("chat", *MODEL, *one_line_each, folder=tmp_path, stdin=stdin).splitlines()
+    assert len(answers) == 4
+    assert "Paris" in answers[0]
+    assert answers[1] != answers[2]
+    assert answers[3] == answers[0]
