@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-HEAVY = ("torch", "transformers", "tokenizers", "numpy", "zmq", "nats", "redis", "asyncio.subprocess")
+HEAVY = ("torch", "transformers", "tokenizers", "numpy", "safetensors", "gguf", "zmq", "nats", "redis", "uvloop")
 
 
 @pytest.mark.parametrize(
