@@ -39,7 +39,6 @@ GAP: Final = 0x02
 MORE: Final = 0x04
 """Flag: the next frame continues this message."""
 
-_KNOWN_KINDS: Final = frozenset(range(HELLO, BEAT + 1))
 _KNOWN_FLAGS: Final = DOWN | GAP
 _ANY_VERSION: Final = frozenset({HELLO, REFUSE})
 _JOINED_BYTES: Final = 1 << 16
@@ -153,7 +152,7 @@ class Gate:
         return None
 
     def _objection(self, header: Header, frame: Frame) -> str | None:
-        magic, version, kind, flags, generation, *_ = header
+        magic, version, kind, flags, generation, _, _, _ = header
         if magic != MAGIC:
             return "wrong_magic"
         if version != WIRE_VERSION and kind not in _ANY_VERSION:
@@ -162,8 +161,8 @@ class Gate:
             return "wrong_generation"
         if flags & DOWN != self._direction:
             return "wrong_direction"
-        if flags & ~_KNOWN_FLAGS or kind not in _KNOWN_KINDS:
+        if flags & ~_KNOWN_FLAGS or not HELLO <= kind <= BEAT:
             return "unknown_kind"
-        if self._sealed and (len(frame) > MAX_BUFFERS or payload_size(frame[1:]) > self._max_bytes):
+        if self._sealed and len(frame) > 1 and (len(frame) > MAX_BUFFERS or payload_size(frame[1:]) > self._max_bytes):
             return "oversized"
         return None

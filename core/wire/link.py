@@ -5,85 +5,20 @@ and is acknowledged, once `receive` is called again.
 """
 
 import os
-import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Collection
-from typing import TypeVar
+from collections.abc import Collection
 
 from tllm_core.contracts.interfaces import EngineAddress, EnginePort, Frame, FrontendPort, PeerId, Port
 from tllm_core.contracts.messages import Beat, ControlReply, DownMessage, EngineInfo, UpMessage, Welcome
 from tllm_core.errors import Expelled, PortClosed, PortDown, PortFull, Refused, TransportError
 from tllm_core.wire.header import SEALED_SIZE
 from tllm_core.wire.liveness import DEFAULT_LIVENESS, LivenessSettings
-from tllm_core.wire.session import NONCE_SIZE, Arrival, FrontendSession, Session, Snapshot, Terms
+from tllm_core.wire.pump import NEVER, Clock, Pump
+from tllm_core.wire.session import NONCE_SIZE, Arrival, FrontendSession, Session
 from tllm_core.wire.sessions import EngineSessions
 from tllm_core.wire.settings import DEFAULT_WIRE, WireSettings
-
-Clock = Callable[[], float]
-T = TypeVar("T")
-
-FOREVER = float("inf")
-NEVER = float("-inf")
-
-
-class _Pump:
-    """What both links share: waiting for frames without missing a deadline of a lane or a wake-up."""
-
-    def __init__(self, port: Port, clock: Clock) -> None:
-        self._port, self._clock = port, clock
-        self._lock = threading.Lock()
-        self._woken = False
-        self._waits_until = NEVER
-        self._up_since = port.state.since
-        self._closed = False
-
-    def wake(self) -> None:
-        """Ends one blocked or next `receive` early. From any thread."""
-        self._woken = True
-        self._port.wake()
-
-    def _prepare(self, now: float) -> float | None:
-        """With the lock: what is due before waiting; when it has to be done again."""
-        raise NotImplementedError
-
-    def _path_changed(self) -> None:
-        """With the lock: the port reconnected."""
-        raise NotImplementedError
-
-    def _wait(self, timeout: float | None, take: Callable[[list[Frame]], list[T]]) -> list[T]:
-        """What `take` makes of arriving frames, at least one item; [] on timeout or `wake`."""
-        now = self._clock()
-        until = FOREVER if timeout is None else now + timeout
-        while True:
-            frames = self._receive(now, until)
-            now = self._clock()
-            items = take(frames)
-            if items or now >= until or self._woken:
-                self._woken = False
-                return items
-
-    def _receive(self, now: float, until: float) -> list[Frame]:
-        with self._lock:
-            self._watch_path()
-            at = self._prepare(now)
-            waits_until = until if at is None or at > until else at
-            self._waits_until = waits_until
-        try:
-            return list(self._port.receive(None if waits_until == FOREVER else max(0.0, waits_until - now)))
-        finally:
-            self._waits_until = NEVER
-
-    def _watch_path(self) -> None:
-        state = self._port.state
-        if state.up and state.since != self._up_since:
-            self._up_since = state.since
-            self._path_changed()
-
-    def _hurry(self, at: float | None) -> None:
-        """Has the receiving thread look earlier than it meant to, where a lane needs it."""
-        if at is not None and at < self._waits_until:
-            self._port.wake()
+from tllm_core.wire.terms import Snapshot, Terms
 
 
 def _room(port: Port) -> int | None:
@@ -91,7 +26,7 @@ def _room(port: Port) -> int | None:
     return None if port.max_frame is None else port.max_frame - SEALED_SIZE
 
 
-class FrontendLink(_Pump):
+class FrontendLink(Pump):
     """A frontend's end of one session. `send`, `wake` and `close` from any thread; `open` and `receive` from one at a time.
 
     `counters`: what was dropped, resent and the like, by reason.
@@ -249,7 +184,7 @@ class FrontendLink(_Pump):
         return "" if state.up else f" (no path: {state.reason})"
 
 
-class EngineLink(_Pump):
+class EngineLink(Pump):
     """An engine's end of all its sessions. `receive` and `close` from one thread; the rest from any.
 
     `counters`: what was dropped, refused, resent and the like, by reason.

@@ -10,8 +10,9 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_stat
 from tllm_core.errors import Overloaded, PortFull
 from tllm_core.wire.header import MESSAGE
 from tllm_core.wire.lane import Lane, Receiver, Sender
-from tllm_core.wire.session import Session, Terms
+from tllm_core.wire.session import Session
 from tllm_core.wire.settings import WireSettings
+from tllm_core.wire.terms import Terms
 
 SMALL = WireSettings(
     window_frames=4,

@@ -26,12 +26,14 @@ from tllm_core.contracts.messages import (
     TokenIds,
 )
 from tllm_core.errors import Overloaded, PortFull
+from tllm_core.wire.attached import FrontendIds
 from tllm_core.wire.codec import decode_special, encode
 from tllm_core.wire.header import HELLO, LAYOUT, MESSAGE, REFUSE, Header, Seal
 from tllm_core.wire.liveness import LivenessSettings
-from tllm_core.wire.session import FrontendSession, Terms
-from tllm_core.wire.sessions import EngineSessions, FrontendIds
+from tllm_core.wire.session import FrontendSession
+from tllm_core.wire.sessions import EngineSessions
 from tllm_core.wire.settings import WireSettings
+from tllm_core.wire.terms import Terms
 
 KEY, GENERATION, OWNER = b"k" * 32, 77, b"o" * 16
 SMALL = WireSettings(
