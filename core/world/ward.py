@@ -5,13 +5,14 @@ import os
 import signal
 import socket
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from tllm_core.contracts.interfaces import Failed, Identity, Ready
-from tllm_core.contracts.messages import RankState
+from tllm_core.contracts.messages import Beat, RankState
 from tllm_core.errors import describe_exit
 from tllm_core.world.channel import Begin, Channel, FromRank, Launch
 from tllm_core.world.process import LINUX, identify, kill_group, open_pidfd, read_stat
+from tllm_core.world.progress import Progress
 from tllm_core.world.stderr import Relay, Tail
 
 
@@ -83,6 +84,13 @@ class Ward:
         self.tail.close()
         if self.pidfd is not None:
             os.close(self.pidfd)
+
+
+def beat_of(number: int, wards: Sequence[Ward], progress: Progress) -> Beat:
+    """The state of all ranks now."""
+    states = [ward.state() for ward in wards]
+    steps, busy = progress.read()
+    return Beat(number, steps, busy, tuple(state for state, _ in states), tuple(cpu_s for _, cpu_s in states))
 
 
 def start_wards(launch: Launch, shared: int, relay: Relay) -> Iterator[Ward]:

@@ -6,7 +6,6 @@ parent-death signal); the owner's death, seen by the end of its channel or of it
 
 import os
 import socket
-import time
 from collections.abc import Sequence
 
 from tllm_core.contracts.interfaces import (
@@ -18,9 +17,7 @@ from tllm_core.contracts.interfaces import (
     Listening,
     Phase,
     Ready,
-    WorldEvent,
 )
-from tllm_core.contracts.messages import Beat
 from tllm_core.world.channel import (
     Adopted,
     Channel,
@@ -44,8 +41,9 @@ from tllm_core.world.process import (
     open_pidfd,
 )
 from tllm_core.world.progress import Progress, create_shared
+from tllm_core.world.startup import StartUp
 from tllm_core.world.stderr import Relay
-from tllm_core.world.ward import Ward, start_wards
+from tllm_core.world.ward import Ward, beat_of, start_wards
 
 LEAVE_S = 5.0
 """How long the world may take to end once a rank is leaving."""
@@ -79,7 +77,7 @@ class Watcher:
         self._adopted: list[Identity] = []
         self._verdict: Failed | None = None
         self._ready = self._leaving = self._killed = False
-        self._phase = (0, "starting", time.monotonic())
+        self._start_up = StartUp(launch)
         self._beats = 0
 
     def run(self, more: Sequence[ToWatcher] = ()) -> int:
@@ -151,9 +149,6 @@ class Watcher:
         else:
             self._kill()
 
-    def _tell(self, event: WorldEvent) -> None:
-        self._owner.send(event)
-
     def _exited(self) -> Exited:
         words = self._verdict
         if words is None:
@@ -174,11 +169,8 @@ class Watcher:
     def _beat(self) -> None:
         """Where the owner does not read, beats are dropped, not queued."""
         self._beats += 1
-        states = [ward.state() for ward in self._wards]
-        steps, busy = self._progress.read()
-        beat = Beat(self._beats, steps, busy, tuple(s for s, _ in states), tuple(cpu for _, cpu in states))
         if not self._owner.pending:
-            self._tell(Beaten(beat))
+            self._owner.send(Beaten(beat_of(self._beats, self._wards, self._progress)))
         self._loop.later(self._launch.beat_interval_s, self._beat)
 
     def _poll(self) -> None:
@@ -188,19 +180,14 @@ class Watcher:
 
     def _give_start_up(self) -> None:
         if not self._ready:
-            limit = self._launch.ready_timeout_s
-            self._fail(Failed(f"the engine was not ready within {limit:g} s (ready_timeout_s); {self._where()}"))
+            self._fail(Failed(self._start_up.given_up()))
 
     def _report_stall(self) -> None:
         if self._ready or self._verdict is not None or self._launch.stall_report_s is None:
             return
-        if time.monotonic() - self._phase[2] >= self._launch.stall_report_s:
-            self._relay.put(f"tllm: still starting: {self._where()}\n".encode())
+        if report := self._start_up.stall():
+            self._relay.put(report.encode())
         self._loop.later(self._launch.stall_report_s, self._report_stall)
-
-    def _where(self) -> str:
-        rank, name, since = self._phase
-        return f"rank {rank} has been {name!r} for {time.monotonic() - since:.0f} s"
 
     # -------------------------------------------------------------------------------------------------- ranks
 
@@ -208,7 +195,7 @@ class Watcher:
         for ward in start_wards(self._launch, self._shared, self._relay):
             self._wards.append(ward)
             self._watch_ward(ward)
-        self._tell(Identified(tuple(ward.identity for ward in self._wards), identify(-1, os.getpid())))
+        self._owner.send(Identified(tuple(ward.identity for ward in self._wards), identify(-1, os.getpid())))
 
     def _watch_ward(self, ward: Ward) -> None:
         self._loop.watch(ward.channel, lambda: self._hear(ward))
@@ -230,11 +217,10 @@ class Watcher:
     def _take(self, ward: Ward, message: FromRank) -> None:
         match message:
             case Listening():
-                self._tell(message)
+                self._owner.send(message)
             case Phase():
-                if message.name != self._phase[1]:
-                    self._phase = (message.rank, message.name, time.monotonic())
-                self._tell(message)
+                self._start_up.note(message)
+                self._owner.send(message)
             case Ready():
                 ward.ready = message
                 self._judge_ready()
@@ -255,7 +241,7 @@ class Watcher:
         first = self._wards[0].ready
         if first is not None and all(ward.ready is not None for ward in self._wards):
             self._ready = True
-            self._tell(first)
+            self._owner.send(first)
 
     def _adopt(self, ward: Ward, pid: int) -> None:
         self._adopted.append(identify(ward.rank, pid))
@@ -296,7 +282,7 @@ class Watcher:
         if self._verdict is not None:
             return
         self._verdict = words
-        self._tell(words)
+        self._owner.send(words)
         self._leaving = True
         self._loop.later(LAST_WORDS_S, self._kill)
         for ward in self._alive():
@@ -314,8 +300,7 @@ class Watcher:
             ward.kill()
 
     def _sweep(self) -> None:
-        """Ends what the engine's ranks have left behind."""
-        for identity in self._adopted:
-            if is_alive(identity):
-                kill_process(identity.pid)
+        """Ends what the ranks have left behind."""
+        for identity in filter(is_alive, self._adopted):
+            kill_process(identity.pid)
         kill_session(os.getpid())

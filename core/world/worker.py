@@ -10,7 +10,6 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol
 
 from msgspec import Struct
 
@@ -18,7 +17,6 @@ from tllm_core.contracts.interfaces import Engine
 from tllm_core.contracts.messages import (
     Abort,
     Control,
-    DownMessage,
     EngineInfo,
     EngineRequest,
     ErrorReport,
@@ -30,6 +28,7 @@ from tllm_core.contracts.messages import (
     UpMessage,
 )
 from tllm_core.errors import RequestError, TransportError
+from tllm_core.wire.link import EngineLink
 from tllm_core.world.calls import Calls
 from tllm_core.world.deadlines import Deadlines
 from tllm_core.world.outbox import Outbox
@@ -39,16 +38,6 @@ log = logging.getLogger(__name__)
 
 RETRY_S = 0.005
 """How often a full lane is tried again while the engine is idle."""
-
-
-class Link(Protocol):
-    """What the worker needs of `wire.link.EngineLink`."""
-
-    def receive(self, timeout: float | None) -> list[tuple[int, UpMessage]]: ...
-    def send(self, session: int, message: DownMessage) -> bool: ...
-    def broadcast(self, message: DownMessage) -> None: ...
-    def end(self, session: int, reason: str) -> None: ...
-    def wake(self) -> None: ...
 
 
 class WorkerSettings(Struct, frozen=True, kw_only=True):
@@ -76,7 +65,7 @@ class Worker:
     def __init__(
         self,
         engine: Engine,
-        link: Link,
+        link: EngineLink,
         info: EngineInfo,
         *,
         world_size: int = 1,

@@ -1,4 +1,5 @@
 import os
+import secrets
 import textwrap
 import time
 from collections import deque
@@ -52,7 +53,12 @@ class Watched:
 
 def world_spec(engine="echo", **engine_options):
     return WorldSpec(
-        engine=engine, engine_options=engine_options, transport=TRANSPORT, key=b"k" * 32, owner=b"o" * 16, generation=7
+        engine=engine,
+        engine_options=engine_options,
+        transport=TRANSPORT,
+        key=b"k" * 32,
+        owner=b"o" * 16,
+        generation=secrets.randbits(63),
     )
 
 

@@ -13,7 +13,7 @@ from tllm_core.contracts.interfaces import Identity
 from tllm_core.world.process import is_alive, wait_gone
 
 PRELUDE = """
-import json, os, signal, sys, time
+import json, os, secrets, signal, sys, time
 from tllm_core.contracts.interfaces import *
 from tllm_core.world.launch import SpawnLauncher, SpawnSettings
 
@@ -23,7 +23,7 @@ def say(**words):
 say(running=os.getpid())
 
 def start(engine="echo", until=Ready, **options):
-    spec = WorldSpec(engine=engine, engine_options=options, transport="TRANSPORT", key=b"k" * 32, generation=9)
+    spec = WorldSpec(engine=engine, engine_options=options, transport="TRANSPORT", key=b"k" * 32, generation=secrets.randbits(63))
     world = SpawnLauncher(SpawnSettings()).launch(spec)
     while True:
         for event in world.events(None):
