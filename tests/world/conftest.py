@@ -55,6 +55,7 @@ def world_spec(engine="echo", **engine_options):
     return WorldSpec(
         engine=engine,
         engine_options=engine_options,
+        engine_name=f"engine-{secrets.token_hex(4)}",
         transport=TRANSPORT,
         key=b"k" * 32,
         owner=b"o" * 16,

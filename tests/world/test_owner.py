@@ -23,7 +23,14 @@ def say(**words):
 say(running=os.getpid())
 
 def start(engine="echo", until=Ready, **options):
-    spec = WorldSpec(engine=engine, engine_options=options, transport="TRANSPORT", key=b"k" * 32, generation=secrets.randbits(63))
+    spec = WorldSpec(
+        engine=engine,
+        engine_options=options,
+        engine_name="engine-" + secrets.token_hex(4),
+        transport="TRANSPORT",
+        key=b"k" * 32,
+        generation=secrets.randbits(63),
+    )
     world = SpawnLauncher(SpawnSettings()).launch(spec)
     while True:
         for event in world.events(None):
