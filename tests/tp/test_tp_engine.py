@@ -24,7 +24,7 @@ from tllm_core.contracts.messages import (
 )
 from tllm_core.engines.tp import TpSettings
 from tllm_core.engines.tp.engine import TpEngine
-from tllm_core.errors import RequestError
+from tllm_core.errors import ConfigError, RequestError
 
 VOCAB, EOS, LIMIT = 320, 2, 256
 MARGIN = 1e-4
@@ -610,3 +610,20 @@ def test_random_traffic_of_all_kinds_leaves_nothing_behind(model_dir: Path) -> N
     ended = [row for rows in bench.received.values() for row in rows if row.finish_reason]
     assert {row.finish_reason for row in ended} == {"stop", "length"}
     assert not bench.errors
+
+
+@pytest.mark.parametrize(
+    ("setting", "words"),
+    [
+        ({"tensor_parallel_size": 2}, "tensor_parallel_size 2 is not supported .* set it to 1"),
+        ({"max_num_seqs": 0}, "max_num_seqs must be at least 1, not 0"),
+        ({"max_num_seqs": 64, "max_batched_tokens": 32}, "max_batched_tokens 32 is below max_num_seqs 64"),
+        ({"memory_fraction": 1.5}, "memory_fraction must be between 0 and 1"),
+        ({"seed": -1}, "seed must be in"),
+        ({"model": ""}, "model is empty"),
+    ],
+    ids=str,
+)
+def test_settings_that_cannot_work_are_named(setting: dict, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        TpSettings(**setting)
