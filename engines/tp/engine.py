@@ -7,6 +7,9 @@ The token that ends a sequence, the model's own or one of `stop_token_ids`, is n
 import time
 from collections.abc import Sequence as AbstractSequence
 
+import tllm_core.engines.tp.waiting  # noqa: F401 - before torch
+
+# isort: split
 import torch
 
 from tllm_core.contracts.interfaces import Engine, EngineContext

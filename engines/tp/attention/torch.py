@@ -17,6 +17,8 @@ from tllm_core.engines.tp.attention.metadata import AttentionMetadata
 
 _SPLIT_PAGES = 32
 """Padding pages that cost about as much as one more group's calls; measured."""
+_PIECE_ROWS = 64
+"""Rows of a prompt that are computed at once, over no more keys than the last of them sees; measured."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,13 +37,16 @@ class _DecodeGroup:
 
 @dataclass(frozen=True, slots=True)
 class _Chunk:
-    """A piece of a prompt: tokens start:end of the batch. pages, mask: None where it has no context."""
+    """A piece of a prompt: tokens start:end of the batch. pages: None where it has no context.
+
+    pieces: per `_PIECE_ROWS` tokens where they start and end in the batch, and their mask [rows, keys that they see].
+    """
 
     start: int
     end: int
     seq_len: int
     pages: torch.Tensor | None
-    mask: torch.Tensor | None
+    pieces: list[tuple[int, int, torch.Tensor]]
 
 
 class TorchAttention(AttentionBackend):
@@ -94,7 +99,7 @@ class TorchAttention(AttentionBackend):
             else:
                 out.index_copy_(0, group.rows, self._decode(layer, q.index_select(0, group.rows), group))
         for chunk in self._chunks:
-            self._prefill(layer, q, chunk, out[chunk.start : chunk.end].view(-1, heads, head_dim))
+            self._prefill(layer, q, chunk, out.view(tokens, heads, head_dim))
         return out
 
     # ------------------------------------------------------------------------------------------------ decode
@@ -131,24 +136,31 @@ class TorchAttention(AttentionBackend):
     def _plan_chunk(self, metadata: AttentionMetadata, i: int) -> _Chunk:
         start, end = metadata.qo_indptr[i : i + 2].tolist()
         seq_len = int(metadata.seq_lens[i])
-        if seq_len == end - start:
-            return _Chunk(start, end, seq_len, None, None)
-        first, last = metadata.kv_indptr[i : i + 2].tolist()
-        own = metadata.positions[start:end].unsqueeze(1)
-        mask = (torch.arange(seq_len) <= own).to(self.cache.device)
-        return _Chunk(start, end, seq_len, self._both(metadata.kv_indices[first:last]), mask)
+        pages = None
+        if seq_len > end - start:
+            first, last = metadata.kv_indptr[i : i + 2].tolist()
+            pages = self._both(metadata.kv_indices[first:last])
+        pieces = []
+        for top in range(start, end, _PIECE_ROWS):
+            bottom = min(top + _PIECE_ROWS, end)
+            own = metadata.positions[top:bottom].unsqueeze(1)
+            unseen = torch.arange(seq_len - end + bottom) > own
+            mask = torch.zeros(unseen.shape, dtype=self.cache.dtype).masked_fill_(unseen, float("-inf"))
+            pieces.append((top, bottom, mask.to(self.cache.device)))
+        return _Chunk(start, end, seq_len, pages, pieces)
 
     def _prefill(self, layer: int, q: torch.Tensor, chunk: _Chunk, out: torch.Tensor) -> None:
-        queries = q[chunk.start : chunk.end].transpose(0, 1).unsqueeze(0)
         if chunk.pages is None:
             assert self._new_kv is not None
             k, v = (new[chunk.start : chunk.end].transpose(0, 1).unsqueeze(0) for new in self._new_kv)
         else:
             k, v = self._gather(layer, chunk.pages, 1, chunk.seq_len)
-        result = F.scaled_dot_product_attention(
-            queries, k, v, attn_mask=chunk.mask, is_causal=chunk.mask is None, enable_gqa=True
-        )
-        out.copy_(result[0].transpose(0, 1))
+        queries, into = q.transpose(0, 1).unsqueeze(0), out.transpose(0, 1).unsqueeze(0)
+        for top, bottom, mask in chunk.pieces:
+            keys = mask.shape[1]
+            into[:, :, top:bottom] = F.scaled_dot_product_attention(
+                queries[:, :, top:bottom], k[:, :, :keys], v[:, :, :keys], attn_mask=mask, enable_gqa=True
+            )
 
     # ------------------------------------------------------------------------------------------------- pages
 
