@@ -4,13 +4,13 @@ import traceback
 
 from tllm_core.contracts.interfaces import Failed
 from tllm_core.contracts.messages import Obituary
-from tllm_core.errors import ConfigError, TllmError
+from tllm_core.errors import ConfigError, TllmError, TransportError
 
 
 def failed_of(error: BaseException, rank: int) -> Failed:
-    """To the owner: mistakes of people in one line, anything else with its traceback."""
+    """To the owner: what people can mend in one line, anything else with its traceback."""
     kind = type(error).__name__
-    if isinstance(error, ConfigError):
+    if isinstance(error, ConfigError | TransportError):
         return Failed(str(error), rank=rank, kind=kind)
     message = str(error) if isinstance(error, TllmError) else f"{kind}: {error}"
     return Failed(message, rank=rank, kind=kind, traceback=_text(error))
