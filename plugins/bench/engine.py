@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from msgspec import Struct, field
 
 from tllm_core.errors import ConfigError
+from tllm_core.registry import Registry, load_object
 
 PREFILL_TOKENS = 512
 
@@ -69,6 +70,8 @@ def run(arguments: argparse.Namespace) -> int:
 
 def measure(plan: Plan) -> list[Case]:
     """Runs every contender on every case, `plan.rounds` times in turn."""
+    # The engine first: it sets how torch's threads wait, which all contenders then share.
+    load_object(Registry().engine("tp").load)
     from tllm_core.plugins.bench.engine_contenders import Contender, GemmLimit, Ours, Transformers
 
     decode = [Case(f"decode batch {batch}", batch) for batch in plan.batches]

@@ -138,6 +138,7 @@ class Transformers(Contender):
         self._model: Any = AutoModelForCausalLM.from_pretrained(
             model_dir, dtype=getattr(torch, dtype), attn_implementation="sdpa"
         ).eval()
+        self._model.generation_config.eos_token_id = None
         self._prompts = Prompts(self._model.config.vocab_size, seed=2)
 
     def decode(self, batch: int, prompt_tokens: int, new_tokens: int) -> float:
@@ -215,7 +216,7 @@ class ContinuousBatching(Transformers):
 def _greedy(new_tokens: int) -> Any:
     from transformers import GenerationConfig
 
-    return GenerationConfig(max_new_tokens=new_tokens, do_sample=False, eos_token_id=None, pad_token_id=0)
+    return GenerationConfig(max_new_tokens=new_tokens, do_sample=False, pad_token_id=0)
 
 
 class GemmLimit(Contender):

@@ -60,7 +60,6 @@ class Driver:
         self.engine = engine
         self.tokens: dict[int, list[int]] = {}
         self.finished: set[int] = set()
-        self._next = 0
 
     def submit(self, prompt: list[int], max_tokens: int = NEW_TOKENS) -> int:
         Driver.last_id += 1
@@ -104,11 +103,11 @@ def references(model_dir: Path) -> list[Reference]:
     torch.set_num_threads(len(os.sched_getaffinity(0)))
     tokenizer = AutoTokenizer.from_pretrained(model_dir)
     model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32).eval()
+    model.generation_config.eos_token_id = None
     prompts = _prompts(lambda text: tokenizer.encode(text, add_special_tokens=False))
     config = GenerationConfig(
         max_new_tokens=NEW_TOKENS,
         do_sample=False,
-        eos_token_id=None,
         pad_token_id=0,
         return_dict_in_generate=True,
         output_logits=True,
@@ -133,6 +132,7 @@ def _reference(model: Any, prompt: list[int], config: Any) -> Reference:
     with torch.inference_mode():
         result = model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=config)
     best = torch.cat(result.logits).topk(2, dim=-1).values
+    assert result.sequences.shape[1] == len(prompt) + NEW_TOKENS
     return Reference(prompt, result.sequences[0, len(prompt) :].tolist(), (best[:, 0] - best[:, 1]).tolist())
 
 
