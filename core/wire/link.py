@@ -136,10 +136,7 @@ class FrontendLink(Pump):
 
     def _deliver(self, arrivals: list[Arrival]) -> list[DownMessage]:
         with self._lock:
-            now = self._clock()
-            admitted = self._sessions.admit(arrivals, now)
-            if self._session is not None and self._sessions.lost is None:
-                self._session.pump(now)
+            admitted = self._sessions.admit(arrivals, self._clock())
         return self._sessions.decode(admitted)
 
     def _prepare(self, now: float) -> float | None:
@@ -296,8 +293,6 @@ class EngineLink(Pump):
             now = self._clock()
             messages = self._sessions.take(frames, now) if frames else []
             messages += self._sessions.tend(now, self._port.path_ok_at())
-            if frames:
-                self._sessions.pump(now)
         return messages
 
     def _prepare(self, now: float) -> float | None:

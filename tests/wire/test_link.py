@@ -4,6 +4,7 @@ import contextlib
 import itertools
 import os
 import pickle
+import queue
 import threading
 import time
 
@@ -28,11 +29,13 @@ from tllm_core.errors import Expelled, FrameTooLarge, Overloaded, PortClosed, Re
 from tllm_core.wire.codec import encode
 from tllm_core.wire.header import MESSAGE, Seal
 from tllm_core.wire.link import EngineLink, FrontendLink
+from tllm_core.wire.liveness import LivenessSettings
+from tllm_core.wire.pump import NEVER
 from tllm_core.wire.settings import WireSettings
 
 KEY, OWNER, INFO = bytes(range(32)), b"o" * 16, EngineInfo(model="m")
 QUICK = WireSettings(ack_delay_s=0.002, resend_after_s=0.01, resend_max_s=0.05, port_retry_s=0.001, hello_retry_s=0.01)
-PATIENCE_S = 30.0
+PATIENCE_S = 10.0
 PROMPT = GenerationRequest(prompt_token_ids=TokenIds.of([1, 2, 3]))
 _peers = itertools.count(1)
 
@@ -203,6 +206,44 @@ def test_an_attach_gets_through_a_port_that_loses_frames(lane, network) -> None:
     assert collect(front, 1) == [ControlReply(1, [])]
 
 
+PATIENT = LivenessSettings(frontend_beat_s=3600.0, frontend_dead_after_s=3600.0)
+"""Nothing but the lane wakes a link that waits."""
+
+
+@pytest.mark.parametrize("fault", ["lose", "full"])
+def test_a_receiver_that_waits_without_limit_still_sends_again_in_time(engine_port, connect, network, fault) -> None:
+    settings = WireSettings(resend_after_s=0.02, hello_retry_s=0.01, half_open_s=3600.0)
+    common = {"key": KEY, "settings": settings, "liveness": PATIENT, "reliable": False}
+    link = EngineLink(engine_port, info=INFO, **common)
+    front = FrontendLink(connect(b"p" * 16), engine_port.address, peer=b"p" * 16, **common)
+    heard: queue.SimpleQueue = queue.SimpleQueue()
+
+    def read(end) -> None:
+        with contextlib.suppress(PortClosed):
+            while True:
+                for message in end.receive(None):
+                    heard.put(message)
+
+    opening = threading.Thread(target=front.open, args=(PATIENCE_S,), daemon=True)
+    opening.start()
+    while opening.is_alive() or not link._sessions._by_peer:
+        link.receive(0.01)
+    readers = [threading.Thread(target=read, args=(end,), daemon=True) for end in (link, front)]
+    for reader in readers:
+        reader.start()
+    until(lambda: link._waits_until > NEVER and front._waits_until > NEVER)
+    setattr(network, fault, 1.0)
+    front.send(Abort(1))
+    link.send(link.sessions[0], StepBatch([1], [7]))
+    network.heal()
+    assert {type(heard.get(timeout=PATIENCE_S)) for _ in range(2)} == {tuple, StepBatch}
+    front.close()
+    engine_port.close()
+    for reader in readers:
+        reader.join(PATIENCE_S)
+        assert not reader.is_alive()
+
+
 def test_threads_submit_at_once_and_each_keeps_its_order(lane) -> None:
     engine, front = lane()
 
@@ -210,7 +251,7 @@ def test_threads_submit_at_once_and_each_keeps_its_order(lane) -> None:
         for n in range(100):
             front.send(Control(thread * 1000 + n, "echo", []))
 
-    threads = [threading.Thread(target=submit, args=(n,)) for n in range(8)]
+    threads = [threading.Thread(target=submit, args=(n,), daemon=True) for n in range(8)]
     for thread in threads:
         thread.start()
     replies = [reply.call_id for reply in collect(front, 800)]
@@ -226,7 +267,7 @@ def test_submit_never_waits_for_an_engine_that_does_not_read(engine_port, connec
     link = EngineLink(engine_port, key=KEY, info=INFO, settings=settings)
     peer = b"p" * 16
     front = FrontendLink(connect(peer), engine_port.address, peer=peer, key=KEY, settings=settings)
-    opening = threading.Thread(target=front.open, args=(PATIENCE_S,))
+    opening = threading.Thread(target=front.open, args=(PATIENCE_S,), daemon=True)
     opening.start()
     while opening.is_alive():
         link.receive(0.01)
@@ -270,7 +311,7 @@ def test_receive_returns_early_for_a_wake_and_in_time_without_one(lane) -> None:
     engine, front = lane()
     assert front.receive(0.0) == []
     assert front.receive(0.01) == []
-    thread = threading.Thread(target=front.receive, args=(None,))
+    thread = threading.Thread(target=front.receive, args=(None,), daemon=True)
     thread.start()
     front.wake()
     thread.join(PATIENCE_S)
@@ -292,7 +333,7 @@ def test_a_wake_is_not_lost_behind_frames_without_a_message(lane) -> None:
     front.send(Abort(None))
     until(lambda: engine.heard)
     front.wake()
-    thread = threading.Thread(target=read)
+    thread = threading.Thread(target=read, daemon=True)
     thread.start()
     assert done.wait(PATIENCE_S)
     thread.join()
@@ -308,7 +349,7 @@ def test_close_ends_a_blocked_receive(lane) -> None:
         except PortClosed as error:
             raised.append(error)
 
-    thread = threading.Thread(target=read)
+    thread = threading.Thread(target=read, daemon=True)
     thread.start()
     front.close()
     front.close()
@@ -384,12 +425,14 @@ def test_broadcast_reaches_all_and_close_waits_until_it_was_read(lane) -> None:
     obituary = Obituary("the engine failed", rank=0, traceback="Traceback ...")
     engine.link.broadcast(obituary)
     engine.link.broadcast(Stopping())
-    readers = [threading.Thread(target=collect, args=(front, 2)) for front in (first, second)]
+    readers = [threading.Thread(target=collect, args=(front, 2), daemon=True) for front in (first, second)]
     for reader in readers:
         reader.start()
     for reader in readers:
         reader.join()
-    keep_reading = threading.Thread(target=lambda: [first.receive(0.01) + second.receive(0.01) for _ in range(20)])
+    keep_reading = threading.Thread(
+        target=lambda: [first.receive(0.01) + second.receive(0.01) for _ in range(20)], daemon=True
+    )
     keep_reading.start()
     began = time.monotonic()
     engine.link.close(PATIENCE_S)

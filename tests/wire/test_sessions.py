@@ -1,10 +1,11 @@
 """Attach, refuse, expel, expire, replay: an engine's table of sessions and the frontends that talk to it."""
 
+import copy
 import itertools
 from collections import Counter, defaultdict
 
 import pytest
-from hypothesis import settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, multiple, rule
 
@@ -452,6 +453,89 @@ def test_beats_of_the_engine_arrive_in_rising_order_only() -> None:
     assert front.read() == []
     assert [beat.number for beat in front.side.beats] == [0, 2]
     assert front.counters == {"stale_beat": 2}
+
+
+# ---------------------------------------------------------------------------------------------------------- noise
+
+
+def state_of(world: World, front: Front) -> list:
+    engine = world.engine
+    session = front.side.session
+    lanes = [session.lane, *(attached.session.lane for attached in engine.table.values())]
+    numbers = [
+        (
+            lane.sender.acked,
+            lane.sender.cursor,
+            lane.sender.sent,
+            lane.sender.last,
+            lane.receiver.taken,
+            lane.receiver.ack,
+        )
+        for lane in lanes
+    ]
+    beats = [(attached.last_beat, attached.confirmed) for attached in engine.table.values()]
+    tables = [engine._by_hello, engine._by_peer, engine._half_open, engine._tombstones, engine._ids._used]
+    return [numbers, beats, *map(copy.copy, tables), front.side.lost, front.side.welcome, list(front.side.beats)]
+
+
+def talked() -> tuple[World, Front]:
+    """A world in which some messages went both ways and everything is acknowledged."""
+    world = World()
+    front = Front(world, 0, beat_s=1.0).attach()
+    for n in range(3):
+        front.send(Submit(front.client_id(n), PROMPT))
+        world.turn()
+        world.offer(front.number, StepBatch([front.client_id(n)], [n]))
+        for _ in range(3):
+            world.now += 0.05
+            world.turn()
+            front.read()
+    return world, front
+
+
+WORLD, FRONT = talked()
+RECORDED = [*FRONT.sent, FRONT.side.hello()]
+FOREIGN = Seal(b"x" * 32, GENERATION, FRONT.number, down=False)
+
+
+@st.composite
+def noise(draw: st.DrawFn) -> list:
+    """A frame that this session's peer did not send, or sent before."""
+    kind = draw(st.sampled_from(["random", "magic", "replay", "flip", "cut", "extend", "foreign", "swap"]))
+    if kind == "random":
+        return draw(st.lists(st.binary(max_size=100), max_size=3))
+    if kind == "magic":
+        head = b"TLLM\1\0" + draw(st.binary(min_size=2, max_size=2)) + GENERATION.to_bytes(8, "little")
+        return [head + draw(st.binary(min_size=56, max_size=56)), draw(st.binary(max_size=50))]
+    if kind == "foreign":
+        return FOREIGN.frame(draw(st.integers(0, 9)), [draw(st.binary(max_size=50))], sequence=draw(st.integers(0, 99)))
+    frame = [bytearray(buffer) for buffer in draw(st.sampled_from(RECORDED))]
+    place = draw(st.integers(0, 10_000))
+    buffer = frame[place % len(frame)]
+    if kind == "flip":
+        buffer[place % len(buffer)] ^= 1 << draw(st.integers(0, 7))
+    elif kind == "cut":
+        del buffer[place % len(buffer) :]
+    elif kind == "extend":
+        buffer.extend(draw(st.binary(min_size=1, max_size=9)))
+    elif kind == "swap":
+        frame.append(bytearray(draw(st.binary(max_size=9))))
+    return [bytes(buffer) for buffer in frame]
+
+
+@settings(max_examples=500, deadline=None, database=None)
+@given(st.lists(noise(), min_size=1, max_size=8))
+def test_noise_and_replays_change_nothing_but_counters(frames) -> None:
+    before = state_of(WORLD, FRONT)
+    WORLD.inbox += frames
+    WORLD.outboxes[FRONT.peer] += frames
+    counted = WORLD.counters.total() + FRONT.counters.total()
+    assert WORLD.turn() == []
+    assert FRONT.read() == []
+    WORLD.inbox.clear()
+    WORLD.outboxes.clear()
+    assert state_of(WORLD, FRONT) == before
+    assert WORLD.counters.total() + FRONT.counters.total() >= counted + len(frames)
 
 
 # -------------------------------------------------------------------------------------------------- state machine
