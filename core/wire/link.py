@@ -7,7 +7,7 @@ and is acknowledged, once `receive` is called again.
 import os
 import time
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 
 from tllm_core.contracts.interfaces import EngineAddress, EnginePort, Frame, FrontendPort, PeerId, Port
 from tllm_core.contracts.messages import Beat, ControlReply, DownMessage, EngineInfo, UpMessage, Welcome
@@ -77,7 +77,7 @@ class FrontendLink(Pump):
             self._say(hello)
             self._early = self._listen(min(deadline, self._clock() + retry_s))
             if self._clock() >= deadline and not sessions.is_answered:
-                raise TransportError(f"the engine did not answer within {timeout:g} s{self._path()}")
+                raise TransportError(f"the engine did not answer within {timeout:g} s{self._describe_path()}")
             retry_s = min(retry_s * 2, 1.0)
         session, welcome = sessions.session, sessions.welcome
         if session is None or welcome is None:
@@ -126,7 +126,7 @@ class FrontendLink(Pump):
         self._closed = True
         self._port.close()
 
-    def _take(self, frames: list[Frame]) -> list[DownMessage]:
+    def _take(self, frames: Sequence[Frame]) -> list[DownMessage]:
         if not frames:
             return []
         messages = self._deliver(self._sessions.read(frames))
@@ -176,7 +176,7 @@ class FrontendLink(Pump):
                 return arrivals
         return []
 
-    def _path(self) -> str:
+    def _describe_path(self) -> str:
         state = self._port.state
         return "" if state.up else f" (no path: {state.reason})"
 
@@ -288,7 +288,7 @@ class EngineLink(Pump):
             reply = ControlReply(message.call_id, error=f"the reply can't cross a process boundary: {error}")
             return self._terms.snapshot(reply)
 
-    def _take(self, frames: list[Frame]) -> list[tuple[int, UpMessage]]:
+    def _take(self, frames: Sequence[Frame]) -> list[tuple[int, UpMessage]]:
         with self._lock:
             now = self._clock()
             messages = self._sessions.take(frames, now) if frames else []

@@ -1,7 +1,7 @@
 """Waits for a port's frames without missing a deadline of a lane or a wake-up."""
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TypeAlias, TypeVar
 
 from tllm_core.contracts.interfaces import Frame, Port
@@ -21,7 +21,7 @@ class Pump:
         self._lock = threading.Lock()
         self._woken = False
         self._waits_until = NEVER
-        self._up_since = port.state.since
+        self._path = port.state
         self._closed = False
 
     def wake(self) -> None:
@@ -37,7 +37,7 @@ class Pump:
         """With the lock: the port reconnected."""
         raise NotImplementedError
 
-    def _wait(self, timeout: float | None, take: Callable[[list[Frame]], list[T]]) -> list[T]:
+    def _wait(self, timeout: float | None, take: Callable[[Sequence[Frame]], list[T]]) -> list[T]:
         """What `take` makes of arriving frames, at least one item; [] on timeout or `wake`."""
         now = self._clock()
         until = FOREVER if timeout is None else now + timeout
@@ -49,21 +49,23 @@ class Pump:
                 self._woken = False
                 return items
 
-    def _receive(self, now: float, until: float) -> list[Frame]:
+    def _receive(self, now: float, until: float) -> Sequence[Frame]:
         with self._lock:
             self._watch_path()
             at = self._prepare(now)
             waits_until = until if at is None or at > until else at
             self._waits_until = waits_until
         try:
-            return list(self._port.receive(None if waits_until == FOREVER else max(0.0, waits_until - now)))
+            return self._port.receive(None if waits_until == FOREVER else max(0.0, waits_until - now))
         finally:
             self._waits_until = NEVER
 
     def _watch_path(self) -> None:
-        state = self._port.state
-        if state.up and state.since != self._up_since:
-            self._up_since = state.since
+        state, before = self._port.state, self._path
+        if state is before:
+            return
+        self._path = state
+        if state.up and (not before.up or state.since != before.since):
             self._path_changed()
 
     def _hurry(self, at: float | None) -> None:

@@ -199,6 +199,17 @@ def test_a_reconnect_of_a_reliable_port_is_made_good(lane, network) -> None:
         done += 41
 
 
+def test_a_port_that_was_seen_down_counts_as_reconnected(lane, network) -> None:
+    _, front = lane()
+    network.lose = 1.0
+    front.send(Control(1, "echo", []))
+    network.lose = 0.0
+    network.cut()
+    assert front.receive(0.0) == []
+    network.down = False
+    assert collect(front, 1) == [ControlReply(1, [])]
+
+
 def test_an_attach_gets_through_a_port_that_loses_frames(lane, network) -> None:
     network.lose = 0.5
     _, front = lane(reliable=False)
