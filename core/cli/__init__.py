@@ -20,11 +20,11 @@ _CONFIG_ERRORS = ("ConfigError", "PluginError", "Broken", "MissingExtra", "Model
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one verb and returns the exit code."""
-    from tllm_core.cli.arguments import parse
-
     signal.signal(signal.SIGTERM, _terminated)
     debug = False
     try:
+        from tllm_core.cli.arguments import parse
+
         arguments = parse(sys.argv[1:] if argv is None else list(argv))
         debug = getattr(arguments, "debug", False)
         code = int(arguments.run(arguments) or OK)
