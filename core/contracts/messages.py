@@ -1,7 +1,7 @@
 """The protocol: what requests, outputs and every frame's content are.
 
 All are msgspec Structs; nothing here is ever pickled. Those that cross a process boundary are encoded as arrays, so a
-field is only ever appended, with a default; a change of meaning raises `WIRE_VERSION` (`wire/codec.py`).
+field is only ever appended, with a default; a change of meaning raises `WIRE_VERSION` (`wire/header.py`).
 """
 
 import enum
