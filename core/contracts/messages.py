@@ -5,16 +5,14 @@ field is only ever appended, with a default; a change of meaning raises `WIRE_VE
 """
 
 import enum
-import math
-import sys
-from array import array
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, Literal, Self, TypeAlias, overload
+from collections.abc import Sequence
+from typing import Any, Literal, TypeAlias
 
 from msgspec import Struct, field
-from msgspec.structs import force_setattr
 
-from tllm_core.errors import RequestError
+from tllm_core.contracts.sampling import SamplingParams as SamplingParams
+from tllm_core.contracts.tokens import MAX_TOKEN_ID as MAX_TOKEN_ID
+from tllm_core.contracts.tokens import TokenIds as TokenIds
 
 Plain: TypeAlias = Any
 """None, bool, int, float, str, bytes, and lists and dicts (with string keys) of them."""
@@ -24,186 +22,8 @@ FINISH_REASONS: tuple[FinishReason | None, ...] = (None, "stop", "length", "abor
 """A finish code on the wire is the index in this tuple."""
 FINISH_CODES: dict[FinishReason | None, int] = {reason: code for code, reason in enumerate(FINISH_REASONS)}
 
-MAX_TOKEN_ID = 2**31 - 1
-
-
-class TokenIds:
-    """An immutable sequence of int32 token ids in one little-endian buffer; crosses a process boundary without a copy.
-
-    `view` is a memoryview of format "i", shape [length]; `torch.frombuffer(ids.view, dtype=torch.int32)` does not copy.
-    """
-
-    __slots__ = ("view",)
-
-    def __init__(self, buffer: bytes | bytearray | memoryview) -> None:
-        raw = memoryview(buffer).cast("B")
-        if sys.byteorder != "little":
-            swapped = array("i", raw.tobytes())
-            swapped.byteswap()
-            raw = memoryview(swapped).cast("B")
-        self.view = raw.cast("i")
-
-    @classmethod
-    def of(cls, values: "TokenIds | Iterable[int]", field: str = "prompt_token_ids") -> Self:
-        """Snapshots `values`: any iterable of ints, or a 1-D int32 buffer (numpy, array, torch through numpy).
-
-        Raises RequestError for anything that is no flat sequence of token ids in [0, 2^31).
-        """
-        if isinstance(values, cls):
-            return values
-        if isinstance(values, str | bytes):
-            raise RequestError(f"{field} must be token ids, not {type(values).__name__}; LLM takes text", field=field)
-        try:
-            ids = array("i", _int32_bytes(values)) if _is_int32_buffer(values) else array("i", values)
-        except OverflowError:
-            raise RequestError(f"{field} has a token id outside [0, {MAX_TOKEN_ID}]", field=field) from None
-        except TypeError:
-            raise RequestError(f"{field} must be a flat sequence of integer token ids", field=field) from None
-        if ids and min(ids) < 0:
-            raise RequestError(f"{field} has the negative token id {min(ids)}", field=field)
-        if sys.byteorder != "little":
-            ids.byteswap()
-        return cls(ids.tobytes())
-
-    def tolist(self) -> list[int]:
-        return self.view.tolist()
-
-    def __len__(self) -> int:
-        return len(self.view)
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(self.view)
-
-    @overload
-    def __getitem__(self, index: int) -> int: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[int]: ...
-    def __getitem__(self, index: int | slice) -> int | list[int]:
-        return self.view[index] if isinstance(index, int) else self.view[index].tolist()
-
-    def __eq__(self, other: object) -> bool:
-        if isinstance(other, TokenIds):
-            return self.view == other.view
-        return self.tolist() == other
-
-    def __hash__(self) -> int:
-        return hash(self.view.tobytes())
-
-    def __repr__(self) -> str:
-        shown = ", ".join(map(str, self.view[:8])) + (", ..." if len(self) > 8 else "")
-        return f"TokenIds([{shown}], length={len(self)})"
-
-
-def _is_int32_buffer(values: object) -> bool:
-    try:
-        view = memoryview(values)  # type: ignore[arg-type]
-    except TypeError:
-        return False
-    return view.format == "i" and view.ndim == 1
-
-
-def _int32_bytes(values: object) -> bytes:
-    return memoryview(values).tobytes()  # type: ignore[arg-type]
-
 
 # --------------------------------------------------------------------------------------------------- requests
-
-
-class SamplingParams(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, array_like=True):
-    """How to sample. The default is greedy and runs until the model stops or what fits is full.
-
-    n: sequences per prompt. max_tokens: new tokens per sequence at most; None = what fits. min_tokens: no stop before.
-    temperature: 0 = greedy. top_k: 0 = off. top_p, min_p: in [0, 1]. repetition_penalty: > 0, 1 = off.
-    presence_penalty, frequency_penalty: in [-2, 2]. seed: None = drawn anew. stop: strings (LLM only).
-    logprobs, prompt_logprobs: None = off, 0 = the sampled token's alone, k = the top k besides.
-    """
-
-    n: int = 1
-    max_tokens: int | None = None
-    min_tokens: int = 0
-    temperature: float = 0.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    seed: int | None = None
-    stop: tuple[str, ...] = ()
-    stop_token_ids: tuple[int, ...] = ()
-    include_stop_str_in_output: bool = False
-    ignore_eos: bool = False
-    skip_special_tokens: bool = True
-    logprobs: int | None = None
-    prompt_logprobs: int | None = None
-
-    def __post_init__(self) -> None:
-        for name in ("stop", "stop_token_ids"):  # a caller's list could change after it was checked
-            if isinstance(value := getattr(self, name), list):
-                force_setattr(self, name, tuple(value))
-
-    def check(self) -> None:
-        """Raises RequestError, which names the field, for any value of a wrong type or outside its range."""
-        for name, least, most in _INT_RANGES:
-            _check_int(name, getattr(self, name), least, most)
-        for name, low, high, open_low in _FLOAT_RANGES:
-            _check_float(name, getattr(self, name), low, high, open_low)
-        for name in ("include_stop_str_in_output", "ignore_eos", "skip_special_tokens"):
-            if type(getattr(self, name)) is not bool:
-                raise RequestError(f"{name} must be true or false, not {getattr(self, name)!r}", field=name)
-        _check_strings("stop", self.stop)
-        if not isinstance(self.stop_token_ids, tuple | list):
-            raise RequestError(
-                f"stop_token_ids must be a sequence, not {self.stop_token_ids!r}", field="stop_token_ids"
-            )
-        for token_id in self.stop_token_ids:
-            _check_int("stop_token_ids", token_id, 0, MAX_TOKEN_ID)
-        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
-            raise RequestError(
-                f"min_tokens {self.min_tokens} is above max_tokens {self.max_tokens}", field="min_tokens"
-            )
-
-
-_INT_RANGES: tuple[tuple[str, int, int], ...] = (
-    ("n", 1, 1024),
-    ("max_tokens", 1, MAX_TOKEN_ID),
-    ("min_tokens", 0, MAX_TOKEN_ID),
-    ("top_k", 0, MAX_TOKEN_ID),
-    ("seed", 0, 2**63 - 1),
-    ("logprobs", 0, 1024),
-    ("prompt_logprobs", 0, 1024),
-)
-_OPTIONAL = frozenset({"max_tokens", "seed", "logprobs", "prompt_logprobs"})
-_FLOAT_RANGES: tuple[tuple[str, float, float, bool], ...] = (
-    ("temperature", 0.0, 100.0, False),
-    ("top_p", 0.0, 1.0, True),
-    ("min_p", 0.0, 1.0, False),
-    ("repetition_penalty", 0.0, 100.0, True),
-    ("presence_penalty", -2.0, 2.0, False),
-    ("frequency_penalty", -2.0, 2.0, False),
-)
-
-
-def _check_int(name: str, value: object, low: int, high: int) -> None:
-    if value is None and name in _OPTIONAL:
-        return
-    if type(value) is not int:
-        raise RequestError(f"{name} must be an integer, not {value!r}", field=name)
-    if not low <= value <= high:
-        raise RequestError(f"{name} must be in [{low}, {high}], not {value}", field=name)
-
-
-def _check_strings(name: str, values: object) -> None:
-    if not isinstance(values, tuple | list) or any(not isinstance(value, str) or not value for value in values):
-        raise RequestError(f"{name} must be a sequence of non-empty strings, not {values!r}", field=name)
-
-
-def _check_float(name: str, value: object, low: float, high: float, open_low: bool) -> None:
-    if type(value) not in (int, float):
-        raise RequestError(f"{name} must be a number, not {value!r}", field=name)
-    number = float(value)  # type: ignore[arg-type]
-    if not math.isfinite(number) or not low <= number <= high or (open_low and number == low):
-        raise RequestError(f"{name} must be in {'(' if open_low else '['}{low}, {high}], not {value}", field=name)
 
 
 class GenerationRequest(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, array_like=True):
@@ -392,6 +212,17 @@ class Stop(Struct, frozen=True, array_like=True, tag="stop"):
     """Ends the engine world; taken from the owner's session alone."""
 
 
+class Introduce(Struct, frozen=True, array_like=True, tag="introduce", gc=False):
+    """A frontend's process, so that an engine on the same host notices its end at once.
+
+    host: the boot and the pid namespace in which `pid` and `start_time` (as in `Identity`) mean something.
+    """
+
+    host: str
+    pid: int
+    start_time: int
+
+
 class ControlReply(Struct, frozen=True, array_like=True, tag="reply"):
     """`values`: one per rank asked. `error` is set where the call failed or was refused."""
 
@@ -433,7 +264,7 @@ class Beat(Struct, frozen=True, array_like=True, tag="beat", gc=False):
     cpu_s: tuple[float, ...] = ()
 
 
-UpMessage: TypeAlias = Submit | Abort | Control | Goodbye | Stop
+UpMessage: TypeAlias = Submit | Abort | Control | Goodbye | Stop | Introduce
 DownMessage: TypeAlias = StepBatch | ControlReply | Stopping | Obituary
 
 
