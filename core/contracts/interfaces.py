@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, TypeAlias
@@ -129,6 +130,9 @@ class Transport(ABC):
     def connect(self, engine: EngineAddress, peer: PeerId) -> FrontendPort:
         """Opens the frontend's end; does not wait for the engine."""
 
+    def discard(self, address: EngineAddress) -> None:  # noqa: B027 - optional
+        """Removes what a dead engine left behind at this address; nothing where a live one holds it. Raises nothing."""
+
 
 # ----------------------------------------------------------------------------------------------------- engine
 
@@ -227,7 +231,10 @@ class Identified(Struct, frozen=True, tag=True):
 
 
 class Listening(Struct, frozen=True, tag=True):
+    """`watcher`: where the watcher's own lane is, None where there is none."""
+
     address: EngineAddress
+    watcher: EngineAddress | None = None
 
 
 class Phase(Struct, frozen=True, tag=True):
@@ -290,6 +297,7 @@ class WorldSpec(Struct, frozen=True, kw_only=True):
     """All that is needed to start an engine world; plain data, so that it can cross to another process.
 
     engine, transport: names or "module:Class". key: 32 random bytes. owner: the secret that lets its holder stop the world.
+    watch_generation: of the watcher's own lane, drawn as `generation` is; 0 = no such lane.
     """
 
     engine: str
@@ -302,6 +310,7 @@ class WorldSpec(Struct, frozen=True, kw_only=True):
     key: bytes = b""
     owner: bytes = b""
     generation: int = 0
+    watch_generation: int = 0
 
 
 class World(ABC):
@@ -316,6 +325,10 @@ class World(ABC):
     @abstractmethod
     def wake(self) -> None:
         """Ends a blocked `events` early."""
+
+    def path_ok_at(self) -> float:
+        """When the path of its events was last proven to work, in monotonic seconds; now, where it is a pipe."""
+        return time.monotonic()
 
     @abstractmethod
     def stop(self, timeout: float) -> bool:

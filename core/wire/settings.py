@@ -18,6 +18,8 @@ class WireSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     resend_after_s, resend_max_s: back-off where a port may lose frames. port_retry_s: how soon a port that was full or down
     is tried again. hello_retry_s: how often an unanswered Hello is repeated. max_half_open, half_open_s: attaches that were
     welcomed and have not spoken yet: how many, and for how long. tombstones: ended sessions that are still answered.
+    parked_bytes, stall_after_s: what an engine keeps for a frontend that does not read, and for how long its lane may be full;
+    beyond either it is expelled.
     """
 
     window_frames: Count = 1024
@@ -34,6 +36,8 @@ class WireSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     max_half_open: Count = 64
     half_open_s: Seconds = 10.0
     tombstones: Count = 4096
+    parked_bytes: Bytes = 16 * 2**20
+    stall_after_s: Seconds = 10.0
 
 
 DEFAULT_WIRE = WireSettings()

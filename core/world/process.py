@@ -59,6 +59,15 @@ def identify(rank: int, pid: int) -> Identity:
     return Identity(rank, pid, 0 if stat is None else stat.start_time)
 
 
+def host_id() -> str:
+    """What two processes share that can name each other by pid: the boot and the pid namespace; empty where unknown."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+        return f"{boot} {os.readlink('/proc/self/ns/pid')}"
+    except OSError:
+        return ""
+
+
 def is_alive(identity: Identity) -> bool:
     """Whether that very process is there and no zombie."""
     if not LINUX:

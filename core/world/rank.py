@@ -1,35 +1,35 @@
 """One rank: from a WorldSpec to a working engine. Runs in a process of its own, or in a thread of the inline launcher."""
 
 import logging
+import os
 import threading
 from collections.abc import Callable
 from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 from msgspec import Struct
 
 from tllm_core.config import convert_options
 from tllm_core.contracts.interfaces import (
-    Capability,
     Engine,
     EngineContext,
-    EnginePort,
     EngineSpec,
+    Identity,
     Listening,
     Phase,
     Ready,
-    Transport,
     WorldSpec,
 )
-from tllm_core.contracts.messages import EngineInfo
+from tllm_core.contracts.messages import EngineInfo, Introduce
 from tllm_core.registry import Registry, load_object
-from tllm_core.wire.link import EngineLink
-from tllm_core.wire.liveness import LivenessSettings
-from tllm_core.wire.settings import WireSettings
 from tllm_core.world.calls import declared
 from tllm_core.world.channel import Adopted, FromRank, Leaving, Prepared
+from tllm_core.world.lane import engine_link, transport_of, wire_of
+from tllm_core.world.process import host_id
+from tllm_core.world.vigil import Then, Vigil
 from tllm_core.world.words import failed_of
-from tllm_core.world.worker import Worker
+from tllm_core.world.worker import Worker, WorkerSettings
 
 log = logging.getLogger(__name__)
 
@@ -107,6 +107,13 @@ class RankContext(EngineContext):
                 worker.stop()
 
 
+def watch_visitor(vigil: Vigil, host: str, who: Introduce, then: Then) -> Then:
+    """Watches a frontend's process where it is on this host, and another than this one; elsewhere its silence tells."""
+    if not host or who.host != host or who.pid == os.getpid():
+        return lambda: None
+    return vigil.watch(Identity(-1, who.pid, who.start_time), then)
+
+
 def lead(parts: Parts, context: RankContext, report: Report, note: Callable[[int, bool], None]) -> None:
     """Rank 0: listens, prepares, loads and works until it is told to stop.
 
@@ -114,7 +121,7 @@ def lead(parts: Parts, context: RankContext, report: Report, note: Callable[[int
     """
     with ExitStack() as closers:
         try:
-            transport = _transport(parts.spec)
+            transport = transport_of(parts.spec)
             port = transport.listen(parts.spec.engine_name, parts.spec.generation)
             closers.callback(port.close)
             report(Listening(port.address))
@@ -122,9 +129,20 @@ def lead(parts: Parts, context: RankContext, report: Report, note: Callable[[int
                 load_object(parts.engine.prepare)(parts.settings, context.phase)
             report(Prepared())
             engine, info = _start(parts, context, closers)
-            link = _link(parts.spec, transport, port, info)
+            link = engine_link(parts.spec, transport, port, info, owner=parts.spec.owner)
             closers.callback(link.close, FLUSH_S)
-            worker = Worker(engine, link, info, world_size=parts.world_size, progress=note)
+            vigil = Vigil()
+            closers.callback(vigil.close)
+            wire = wire_of(parts.spec)
+            worker = Worker(
+                engine,
+                link,
+                info,
+                world_size=parts.world_size,
+                settings=WorkerSettings(parked_bytes=wire.parked_bytes, stall_after_s=wire.stall_after_s),
+                progress=note,
+                watch=partial(watch_visitor, vigil, host_id()),
+            )
             context.attach(worker)
             report(Ready(info))
             worker.run()
@@ -149,12 +167,6 @@ def follow(parts: Parts, context: RankContext, report: Report) -> None:
             raise
 
 
-def _transport(spec: WorldSpec) -> Transport:
-    transport_type = Registry().transport(spec.transport)
-    options = convert_options(transport_type.settings_type, spec.transport_options, f"transport.{spec.transport}")
-    return transport_type(options)
-
-
 def _start(parts: Parts, context: RankContext, closers: ExitStack) -> tuple[Engine, EngineInfo]:
     engine: Engine = load_object(parts.engine.load)(parts.settings)
     closers.callback(_close, engine)
@@ -166,16 +178,3 @@ def _close(engine: Engine) -> None:
         engine.close()
     except Exception:
         log.exception("the engine did not close in an orderly way")
-
-
-def _link(spec: WorldSpec, transport: Transport, port: EnginePort, info: EngineInfo) -> EngineLink:
-    return EngineLink(
-        port,
-        key=spec.key,
-        owner=spec.owner,
-        info=info,
-        by_reference=Capability.CROSS_PROCESS not in transport.capabilities,
-        reliable=Capability.RELIABLE in transport.capabilities,
-        settings=convert_options(WireSettings, spec.wire, "wire"),
-        liveness=convert_options(LivenessSettings, spec.liveness, "liveness"),
-    )

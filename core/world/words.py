@@ -7,7 +7,7 @@ from tllm_core.contracts.messages import Obituary
 from tllm_core.errors import ConfigError, TllmError, TransportError
 
 
-def failed_of(error: BaseException, rank: int) -> Failed:
+def failed_of(error: BaseException, rank: int | None) -> Failed:
     """To the owner: what people can mend in one line, anything else with its traceback."""
     kind = type(error).__name__
     if isinstance(error, ConfigError | TransportError):

@@ -8,8 +8,9 @@ import contextlib
 import itertools
 import logging
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
 from msgspec import Struct
 
@@ -21,6 +22,7 @@ from tllm_core.contracts.messages import (
     EngineRequest,
     ErrorReport,
     Goodbye,
+    Introduce,
     Output,
     Stop,
     Stopping,
@@ -49,6 +51,14 @@ class WorkerSettings(Struct, frozen=True, kw_only=True):
 
 DEFAULTS = WorkerSettings()
 
+Watch = Callable[[Introduce, Callable[[], None]], Callable[[], None]]
+"""Calls the second back, from any thread, once that process has ended; returns what forgets it."""
+
+
+def unwatched(who: Introduce, then: Callable[[], None]) -> Callable[[], None]:
+    """For frontends whose processes can't be seen from here: their silence tells."""
+    return lambda: None
+
 
 class Entry(Struct, gc=False):
     """A request that the engine owes something. `ended`: sequences that have ended, None where there is only one."""
@@ -71,9 +81,13 @@ class Worker:
         world_size: int = 1,
         settings: WorkerSettings = DEFAULTS,
         progress: Callable[[int, bool], None] = lambda steps, busy: None,
+        watch: Watch = unwatched,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.counters: Counter[str] = Counter()
+        self._watch = watch
+        self._forget_process: dict[int, Callable[[], None]] = {}
+        self._lost: deque[int] = deque()
         self._engine, self._link, self._settings = engine, link, settings
         self._calls = Calls(engine, info, world_size, self._count)
         self._progress, self._clock = progress, clock
@@ -111,6 +125,8 @@ class Worker:
         commands = self._link.receive(self._patience())
         for session, command in commands:
             self._take(session, command)
+        while self._lost:
+            self._lose(self._lost.popleft())
         for request_id in self._deadlines.pop_due(self._clock()):
             self._time_out(request_id)
         if self._again or self._woken or commands:
@@ -220,6 +236,19 @@ class Worker:
                 self._leave(session)
             case Stop():
                 self._stopping = True
+            case Introduce() if session not in self._forget_process:
+                self._forget_process[session] = self._watch(command, partial(self._notice, session))
+
+    def _notice(self, session: int) -> None:
+        """The process behind a session has ended. From any thread."""
+        self._lost.append(session)
+        self._link.wake()
+
+    def _lose(self, session: int) -> None:
+        if session in self._outboxes:
+            self.counters["lost_frontends"] += 1
+            self._leave(session)
+            self._link.end(session, "its process has ended")
 
     def _submit(self, outbox: Outbox, command: Submit) -> None:
         client_id, request = command.client_id, command.request
@@ -270,6 +299,7 @@ class Worker:
                 self._engine.abort(request_id)
 
     def _leave(self, session: int) -> None:
+        self._forget_process.pop(session, lambda: None)()
         outbox = self._outboxes.pop(session, None)
         if outbox is not None:
             self._abort(outbox, None)

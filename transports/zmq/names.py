@@ -88,6 +88,19 @@ class HeldName:
             os.close(fd)
 
 
+def discard(directory: Path, engine: str, generation: int, timeout_s: float) -> None:
+    """Removes the files that a dead holder of the name left; those of a live one stay."""
+    lock_path = directory / (quote(engine, safe="") + LOCK)
+    socket_path = HeldName.socket_path_of(directory, engine, generation)
+    with _locked_directory(directory, timeout_s):
+        fd = _try_lock(lock_path, create=False)
+        if fd is not None:
+            lock_path.unlink(missing_ok=True)
+            os.close(fd)
+        if socket_path.exists() and _nobody_listens(socket_path):
+            socket_path.unlink(missing_ok=True)
+
+
 @contextlib.contextmanager
 def _locked_directory(directory: Path, timeout_s: float) -> Iterator[None]:
     fd = os.open(directory, os.O_RDONLY | os.O_CLOEXEC)

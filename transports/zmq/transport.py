@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 from pathlib import Path
@@ -12,7 +13,7 @@ from msgspec import Struct
 
 from tllm_core.contracts.interfaces import Capability, EngineAddress, PeerId, Transport
 from tllm_core.errors import ConfigError, TransportError
-from tllm_core.transports.zmq.names import HeldName, private_directory
+from tllm_core.transports.zmq.names import HeldName, discard, private_directory
 from tllm_core.transports.zmq.ports import ZmqEnginePort, ZmqFrontendPort
 from tllm_core.transports.zmq.settings import ZmqSettings
 
@@ -62,6 +63,11 @@ class ZmqTransport(Transport):
             return ZmqFrontendPort(self.settings, endpoint, peer)
         except zmq.ZMQError as error:
             raise TransportError(f"can't connect to {endpoint}: {error}") from None
+
+    def discard(self, address: EngineAddress) -> None:
+        directory = private_directory(self.settings.directory)
+        with contextlib.suppress(OSError, TransportError):  # the next start sweeps as well
+            discard(directory, address.engine, address.generation, self.settings.name_timeout_s)
 
 
 def _take_name(directory: Path, engine: str, generation: int, timeout_s: float) -> HeldName:
