@@ -13,6 +13,7 @@ from typing import Any, Literal, Self
 import msgspec
 from msgspec import Struct
 
+from tllm_core.attach import AttachFile, read_attach_file, write_attach_file
 from tllm_core.checks import Checks, default_sampling
 from tllm_core.config import Settings, load_settings
 from tllm_core.contracts.messages import (
@@ -28,7 +29,7 @@ from tllm_core.frontend import Frontend
 from tllm_core.ledger.ledger import Call
 from tllm_core.ledger.result import GenerationResult
 from tllm_core.ledger.waiting import Deadline, ThreadWaiter, async_waiter
-from tllm_core.plan import OnPhase, Plan, wait_ready
+from tllm_core.plan import OnPhase, Plan, ticket_for, wait_ready
 from tllm_core.wire.link import FrontendLink
 from tllm_core.wire.liveness import Liveness
 
@@ -69,6 +70,7 @@ class GenerationExecutor:
         self._plan = plan
         self._pid = frontend.pid
         self.info = info
+        self._ticket: AttachFile | None = None
         self._checks = Checks(info)
         frontend.start()
         _LIVE.add(frontend)
@@ -108,13 +110,14 @@ class GenerationExecutor:
     @classmethod
     def _start(cls, plan: Plan, settings: Settings, on_phase: OnPhase | None) -> Self:
         spec = plan.world_spec(settings)
+        assert plan.launcher is not None
         world = plan.launcher.launch(spec)
         link: FrontendLink | None = None
         try:
             start = wait_ready(world, on_phase)
             link = plan.connect(start.address, spec, settings)
-            welcome = link.open(OPEN_S)
-            liveness = Liveness(settings.liveness) if start.beats else None
+            welcome = plan.open(link, OPEN_S)
+            liveness = None if start.watcher is None else Liveness(settings.liveness)
             frontend = Frontend(
                 link,
                 welcome.frontend_id,
@@ -129,7 +132,61 @@ class GenerationExecutor:
             if link is not None:
                 link.close()
             raise
-        return cls(frontend, welcome.info, settings, plan)
+        executor = cls(frontend, welcome.info, settings, plan)
+        executor._ticket = ticket_for(spec, start) if plan.can_be_shared else None
+        return executor
+
+    # ------------------------------------------------------------------------------------------------------ attach
+
+    @classmethod
+    def attach(
+        cls,
+        path: str | os.PathLike[str] | None = None,
+        *,
+        config: str | os.PathLike[str] | Settings | None = None,
+        transport_options: Mapping[str, Any] | None = None,
+        timeout: float = OPEN_S,
+    ) -> Self:
+        """Connects to an engine world that somebody else started; the end of this executor leaves it alone.
+
+        `path`: the file that its owner wrote (`tllm worker --attach-file`); None = what `[attach] file` says. Returns once the
+        engine answered. Raises ConfigError for a file that can't or must not be used, Refused for another wire version,
+        EngineDeadError where its processes are gone, TransportError where nobody answers within `timeout` seconds.
+        """
+        overrides: dict[str, Any] = {} if transport_options is None else {"transport.options": dict(transport_options)}
+        settings = load_settings(config, overrides=overrides)
+        path = path or settings.attach.file
+        if path is None:
+            raise ConfigError("no attach file is given; pass its path, or set attach.file in the config file")
+        content = read_attach_file(path)
+        plan = Plan.to_attach(settings, content)
+        attachment = plan.attach(content, settings, timeout)
+        frontend = Frontend(
+            attachment.link,
+            attachment.welcome.frontend_id,
+            attachment.world,
+            liveness=None if attachment.world is None else Liveness(attachment.liveness),
+            observers=plan.hooks.observers,
+            mailbox_bytes=settings.ledger.mailbox_bytes,
+        )
+        frontend.ranks = content.ranks
+        return cls(frontend, attachment.welcome.info, settings, plan)
+
+    def write_attach_file(self, path: str | os.PathLike[str]) -> AttachFile:
+        """Lets other processes of this user attach to the engine that this executor owns, with `attach(path)`.
+
+        Raises ConfigError where the engine can't have more frontends, or the file can't be written.
+        """
+        if self._ticket is None:
+            raise ConfigError(
+                f"nobody can attach to this engine ({self._plan.summary()}); it needs one of its own process"
+            )
+        write_attach_file(path, self._ticket)
+        return self._ticket
+
+    def wait_ended(self, timeout: float | None = None) -> bool:
+        """Blocks until the engine is lost or the executor is shut down; False after `timeout` seconds. `health()` says why."""
+        return self._frontend.ended.wait(timeout)
 
     # ------------------------------------------------------------------------------------------------------ submit
 

@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Sequence
 
-from tllm_core.contracts.interfaces import Beaten, Exited, Failed, Identified, Identity, World
+from tllm_core.contracts.interfaces import Beaten, Exited, Failed, Identified, Identity, World, WorldEvent
 from tllm_core.contracts.messages import (
     Abort,
     Beat,
@@ -28,7 +28,15 @@ from tllm_core.contracts.messages import (
     Stop,
     Submit,
 )
-from tllm_core.errors import Cause, EngineDeadError, ExecutorClosedError, PortClosed, TllmError, TransportError
+from tllm_core.errors import (
+    BrokerLost,
+    Cause,
+    EngineDeadError,
+    ExecutorClosedError,
+    PortClosed,
+    TllmError,
+    TransportError,
+)
 from tllm_core.hooks import Observers
 from tllm_core.ledger.ids import ClientIds
 from tllm_core.ledger.ledger import ABORTED, Call, Effects, Ledger, Mailbox
@@ -75,6 +83,7 @@ class Frontend:
         self._closing = threading.Event()
         self._close_lock = threading.Lock()
         self._closed = threading.Event()
+        self.ended = threading.Event()
         self._threads = [threading.Thread(target=self._receive_loop, name="tllm-receive", daemon=True)]
         if world is not None:
             self._threads.append(threading.Thread(target=self._watch_loop, name="tllm-world", daemon=True))
@@ -147,7 +156,9 @@ class Frontend:
                     self._pump(TICK_S)
                 else:
                     self._bury(self._verdict)
-                    self._pump(TICK_S)
+                    # What a dead lane is still given would hold up the port's end.
+                    if self._closed.wait(TICK_S):
+                        return
                 self._do_chores()
             except PortClosed:
                 return
@@ -201,6 +212,7 @@ class Frontend:
         """Posts a verdict; the first one stays. From any thread; never blocks."""
         if self._verdict is None:
             self._verdict = error
+        self.ended.set()
         self.link.wake()
 
     def _bury(self, error: TllmError) -> None:
@@ -225,8 +237,7 @@ class Frontend:
 
     def _watch(self) -> bool:
         """Takes what the world says; False once it is gone."""
-        assert self.world is not None
-        for event in self.world.events(TICK_S):
+        for event in self._next_events():
             if isinstance(event, Identified):
                 self.ranks = event.ranks
             elif isinstance(event, Beaten):
@@ -241,13 +252,25 @@ class Frontend:
                 return False
         return True
 
+    def _next_events(self) -> Sequence[WorldEvent]:
+        assert self.world is not None
+        # A judge that looks at most twice within a deadline would take itself for frozen.
+        tick_s = TICK_S if self._liveness is None else min(TICK_S, self._liveness.settings.dead_after_s / 8)
+        try:
+            return self.world.events(tick_s)
+        except TransportError as error:  # its lane is lost, which is no death
+            if not self._closing.is_set():
+                self.post(error)
+            return [Exited(clean=True)]
+
     def _judge(self) -> None:
-        if self._liveness is None or self._closing.is_set():
+        if self._liveness is None or self.world is None or self._closing.is_set():
             return
-        now = time.monotonic()
-        verdict = self._liveness.poll(now, path_ok_at=now)  # beats of an owned world come over its own pipe
-        if verdict is not None:
-            self.post(EngineDeadError(verdict.cause()))
+        verdict = self._liveness.poll(time.monotonic(), self.world.path_ok_at())
+        if verdict is None:
+            return
+        lost = verdict.kind == "broker_down"
+        self.post(BrokerLost(verdict.message) if lost else EngineDeadError(verdict.cause()))
 
     # ---------------------------------------------------------------------------------------------------- the end
 
@@ -262,6 +285,7 @@ class Frontend:
                 return False
             self._end_world(Deadline(timeout))
             self._closed.set()
+            self.ended.set()
             self.link.close()
             for thread in self._threads:
                 if thread is not threading.current_thread() and thread.is_alive():
@@ -270,9 +294,10 @@ class Frontend:
 
     def _end_world(self, deadline: Deadline) -> None:
         owned = self.world is not None and self.world.owned
-        with contextlib.suppress(TllmError):
-            self.link.send(Stop() if owned else Goodbye())
-        if self.world is None or not owned:
+        if self._verdict is None:
+            with contextlib.suppress(TllmError):
+                self.link.send(Stop() if owned else Goodbye())
+        if self.world is None:
             return
         budget = deadline.left() or 0.0
         if self._verdict is not None:

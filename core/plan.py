@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import os
 import secrets
 from collections.abc import Callable
+from contextlib import ExitStack
 
 import msgspec
 from msgspec import Struct
 
+from tllm_core.attach import AttachFile
 from tllm_core.config import Settings, convert_options
 from tllm_core.contracts.interfaces import (
     Capability,
     EngineAddress,
     Exited,
     Failed,
+    FrontendPort,
     Identified,
     Identity,
     Launcher,
@@ -24,19 +28,24 @@ from tllm_core.contracts.interfaces import (
     World,
     WorldSpec,
 )
-from tllm_core.contracts.messages import Plain
-from tllm_core.errors import Cause, ConfigError, EngineStartError
+from tllm_core.contracts.messages import Introduce, Plain, Welcome
+from tllm_core.errors import Cause, ConfigError, EngineDeadError, EngineStartError
 from tllm_core.hooks import Hooks
+from tllm_core.ledger.waiting import Deadline
 from tllm_core.registry import Registry
 from tllm_core.wire.link import FrontendLink
+from tllm_core.wire.liveness import LivenessSettings
+from tllm_core.wire.settings import WireSettings
+from tllm_core.world.attached import AttachedWorld
+from tllm_core.world.process import host_id, identify
 
 OnPhase = Callable[[Phase], None]
 
 
 class Plan:
-    """Which transport, launcher and engine were chosen, checked to fit together."""
+    """Which transport, launcher and engine were chosen, checked to fit together. No launcher: the world is another's."""
 
-    def __init__(self, engine: str, transport: Transport, launcher: Launcher, registry: Registry) -> None:
+    def __init__(self, engine: str, transport: Transport, launcher: Launcher | None, registry: Registry) -> None:
         self.engine = engine
         self.transport = transport
         self.launcher = launcher
@@ -67,6 +76,22 @@ class Plan:
             registry,
         )
 
+    @classmethod
+    def to_attach(cls, settings: Settings, content: AttachFile, registry: Registry | None = None) -> Plan:
+        """For a world that runs. Its transport is the one; its options are this side's, where they are for that one."""
+        registry = registry or Registry()
+        for name in settings.plugins.enable:
+            registry.plugin(name)
+        name = content.address.transport
+        transport_type = registry.transport(name)
+        options = settings.transport.options if settings.transport.name == name else {}
+        return cls(
+            content.engine,
+            transport_type(convert_options(transport_type.settings_type, options, f"transport.{name}")),
+            None,
+            registry,
+        )
+
     def world_spec(self, settings: Settings) -> WorldSpec:
         generation = secrets.randbits(64)
         return WorldSpec(
@@ -80,28 +105,122 @@ class Plan:
             key=secrets.token_bytes(32),
             owner=secrets.token_bytes(16),
             generation=generation,
+            watch_generation=secrets.randbits(64) or 1,
         )
 
     def connect(self, address: EngineAddress, spec: WorldSpec, settings: Settings) -> FrontendLink:
-        peer = b"\x01" + secrets.token_bytes(15)
+        """The owner's lane."""
         self.endpoints = dict(address.endpoints)
-        return FrontendLink(
-            self.transport.connect(address, peer),
+        return self._link(address, spec.key, spec.owner, settings.wire, settings.liveness)[0]
+
+    def attach(self, content: AttachFile, settings: Settings, timeout: float) -> Attachment:
+        """Opens the lanes to a world that runs: its watcher's first, so that its last words can't be missed.
+
+        Raises EngineDeadError where its processes are gone, Refused, or TransportError where nobody answers for `timeout` s.
+        """
+        ended = content.ended
+        if ended is not None:
+            raise EngineDeadError(
+                Cause(
+                    f"the engine that the attach file names is gone (process {ended.pid}); start one, and attach to that"
+                )
+            )
+        liveness = _merged_liveness(content, settings)
+        key, deadline = bytes.fromhex(content.key), Deadline(timeout)
+        self.endpoints = dict(content.address.endpoints)
+        with ExitStack() as closers:
+            world = None
+            if content.watcher_address is not None:
+                watch, port = self._link(content.watcher_address, key, b"", settings.wire, liveness)
+                closers.callback(watch.close)
+                watch.open(deadline.left() or 0.0)
+                world = AttachedWorld(watch, port, _processes(content))
+                closers.callback(world.kill)
+            link, _ = self._link(content.address, key, b"", settings.wire, liveness)
+            closers.callback(link.close)
+            welcome = self.open(link, deadline.left() or 0.0)
+            closers.pop_all()
+        return Attachment(link, welcome, world, liveness)
+
+    def open(self, link: FrontendLink, timeout: float) -> Welcome:
+        """Opens a lane to an engine, and tells it whose end means the end of this frontend."""
+        welcome = link.open(timeout)
+        if Capability.CROSS_PROCESS in self.transport.capabilities:
+            own = identify(-1, os.getpid())
+            link.send(Introduce(host_id(), own.pid, own.start_time))
+        return welcome
+
+    def _link(
+        self, address: EngineAddress, key: bytes, owner: bytes, wire: WireSettings, liveness: LivenessSettings
+    ) -> tuple[FrontendLink, FrontendPort]:
+        peer = b"\x01" + secrets.token_bytes(15)
+        port = self.transport.connect(address, peer)
+        link = FrontendLink(
+            port,
             address,
             peer=peer,
-            key=spec.key,
-            owner=spec.owner,
+            key=key,
+            owner=owner,
             by_reference=Capability.CROSS_PROCESS not in self.transport.capabilities,
             reliable=Capability.RELIABLE in self.transport.capabilities,
-            settings=settings.wire,
-            liveness=settings.liveness,
+            settings=wire,
+            liveness=liveness,
         )
+        return link, port
+
+    @property
+    def origin(self) -> str:
+        """Who started the engine: a launcher's name, or "attached"."""
+        return "attached" if self.launcher is None else self.launcher.name
+
+    @property
+    def can_be_shared(self) -> bool:
+        """Whether frontends in other processes can reach the engine beside its owner."""
+        return Capability.CROSS_PROCESS | Capability.MANY_FRONTENDS in self.transport.capabilities
 
     def summary(self) -> str:
-        return f"engine={self.engine}, transport={self.transport.name}, launcher={self.launcher.name}"
+        return f"engine={self.engine}, transport={self.transport.name}, launcher={self.origin}"
 
     def describe(self) -> dict[str, Plain]:
-        return {"engine": self.engine, "transport": self.transport.name, "launcher": self.launcher.name}
+        return {"engine": self.engine, "transport": self.transport.name, "launcher": self.origin}
+
+
+def ticket_for(spec: WorldSpec, start: Start) -> AttachFile:
+    """What others need in order to attach to a world."""
+    return AttachFile(
+        engine=spec.engine,
+        address=start.address,
+        watcher_address=start.watcher_address,
+        key=spec.key.hex(),
+        host=host_id(),
+        ranks=start.ranks,
+        watcher=start.watcher,
+        liveness=spec.liveness,
+    )
+
+
+class Attachment(Struct):
+    """The lanes to a world that somebody else started. world: None where no watcher can be heard."""
+
+    link: FrontendLink
+    welcome: Welcome
+    world: World | None
+    liveness: LivenessSettings
+
+
+def _processes(content: AttachFile) -> dict[str, Identity]:
+    """Those whose end is the world's and can be seen from here."""
+    if not content.is_here:
+        return {}
+    named = {} if content.watcher is None else {"the engine's watcher": content.watcher}
+    return named | {f"engine rank {rank.rank}": rank for rank in content.ranks[:1]}
+
+
+def _merged_liveness(content: AttachFile, settings: Settings) -> LivenessSettings:
+    """The engine's own, over which goes what was set on this side."""
+    set_here = {key.partition(".")[2] for key in settings.origins if key.startswith("liveness.")}
+    own = {key: value for key, value in msgspec.to_builtins(settings.liveness).items() if key in set_here}
+    return convert_options(LivenessSettings, {**content.liveness, **own}, "liveness")
 
 
 def _check_pair(transport: type[Transport], launcher: type[Launcher], registry: Registry) -> None:
@@ -123,29 +242,30 @@ def _capabilities(registry: Registry, name: str) -> Capability:
 
 
 class Start(Struct):
-    """What a world said of itself before it was ready. beats: a watcher stands beside the ranks."""
+    """What a world said of itself before it was ready. watcher: the process that beats, beside the ranks."""
 
     address: EngineAddress
     ranks: tuple[Identity, ...]
-    beats: bool
+    watcher: Identity | None = None
+    watcher_address: EngineAddress | None = None
 
 
 def wait_ready(world: World, on_phase: OnPhase | None) -> Start:
     """Blocks until Ready. Raises EngineStartError with the child's own error if the world fails or ends before."""
-    address: EngineAddress | None = None
+    listening: Listening | None = None
     ranks: tuple[Identity, ...] = ()
-    beats = False
+    watcher: Identity | None = None
     while True:
         for event in world.events(None):
             if isinstance(event, Identified):
-                ranks, beats = event.ranks, event.watcher is not None
+                ranks, watcher = event.ranks, event.watcher
             elif isinstance(event, Listening):
-                address = event.address
+                listening = event
             elif isinstance(event, Phase) and on_phase is not None:
                 on_phase(event)
             elif isinstance(event, Failed | Exited):
                 raise EngineStartError(event.cause())
             elif isinstance(event, Ready):
-                if address is None:
+                if listening is None:
                     raise EngineStartError(Cause("the engine is ready, but said no address"))
-                return Start(address, ranks, beats)
+                return Start(listening.address, ranks, watcher, listening.watcher)

@@ -1,0 +1,149 @@
+"""The attach file: where an engine world is, its key, and who it is. Written by its owner, read by those who attach.
+
+Whoever can read it can use the engine, so that it is made with mode 0600 and refused with any other.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import stat
+from pathlib import Path
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta, Struct
+
+from tllm_core.contracts.interfaces import EngineAddress, Identity
+from tllm_core.contracts.messages import Plain
+from tllm_core.errors import ConfigError, Refused
+from tllm_core.wire.header import MIN_WIRE_VERSION, WIRE_VERSION
+from tllm_core.world.process import host_id, is_alive
+
+MAX_BYTES = 1 << 20
+Key = Annotated[str, Meta(pattern="^[0-9a-f]{64}$")]
+
+
+class Versions(Struct, frozen=True):
+    """The only part of an attach file whose layout is frozen, so that any version can be refused in words.
+
+    wire_versions: the lowest and the highest that the engine speaks.
+    """
+
+    wire_versions: tuple[int, int]
+
+
+class AttachFile(Struct, frozen=True, kw_only=True):
+    """All that an attach needs. key: 32 bytes in hex. host: in which `ranks` and `watcher` are processes.
+
+    watcher_address: None where the transport serves one frontend only. liveness: as the engine was started with.
+    """
+
+    wire_versions: tuple[int, int] = (MIN_WIRE_VERSION, WIRE_VERSION)
+    engine: str
+    address: EngineAddress
+    watcher_address: EngineAddress | None = None
+    key: Key
+    host: str = ""
+    ranks: tuple[Identity, ...] = ()
+    watcher: Identity | None = None
+    liveness: dict[str, Plain] = {}
+
+    def __repr__(self) -> str:
+        return f"AttachFile(engine={self.engine!r}, address={self.address!r})"  # never the key
+
+    @property
+    def is_here(self) -> bool:
+        """Whether its processes can be seen from this one."""
+        return bool(self.host) and self.host == host_id()
+
+    @property
+    def ended(self) -> Identity | None:
+        """A process of the world that is gone; None where all live, or where that can't be seen from here."""
+        processes = [*self.ranks, *([self.watcher] if self.watcher else [])]
+        return next((process for process in processes if not is_alive(process)), None) if self.is_here else None
+
+
+def write_attach_file(path: str | os.PathLike[str], content: AttachFile) -> None:
+    """Puts the file there in one move, mode 0600. Raises ConfigError where that can't be done."""
+    target = Path(path)
+    draft = target.with_name(f".{target.name}.{secrets.token_hex(8)}")
+    try:
+        fd = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        with open(fd, "wb") as file:
+            os.fchmod(fd, 0o600)
+            file.write(msgspec.json.format(msgspec.json.encode(content)) + b"\n")
+        os.replace(draft, target)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            draft.unlink(missing_ok=True)
+        raise ConfigError(f"the attach file {target} can't be written: {error.strerror}") from None
+
+
+def remove_attach_file(path: str | os.PathLike[str], content: AttachFile) -> None:
+    """Removes the file where it is still this world's."""
+    with contextlib.suppress(ConfigError, Refused, OSError):
+        if read_attach_file(path).address == content.address:
+            os.unlink(path)
+
+
+def check_free(path: str | os.PathLike[str]) -> None:
+    """Raises ConfigError where the file belongs to an engine that runs on this host; one that is stale may be replaced."""
+    try:
+        found = read_attach_file(path)
+    except (ConfigError, Refused):
+        return
+    if found.is_here and found.ended is None and found.ranks:
+        raise ConfigError(
+            f"the attach file {os.fspath(path)} belongs to an engine that runs (process {found.ranks[0].pid}); "
+            "stop it or choose another file"
+        )
+
+
+def read_attach_file(path: str | os.PathLike[str]) -> AttachFile:
+    """Raises ConfigError for a file that is not there, not private or not readable, Refused for another wire version."""
+    where = os.fspath(path)
+    raw = _read_private(where)
+    low, high = _decode(raw, Versions, where).wire_versions
+    if low > WIRE_VERSION or high < MIN_WIRE_VERSION:
+        raise Refused(
+            f"the engine of {where} speaks wire version {_span(low, high)}, this tllm-core "
+            f"{_span(MIN_WIRE_VERSION, WIRE_VERSION)}; install the same tllm-core on both sides"
+        )
+    content: AttachFile = _decode(raw, AttachFile, where)
+    return content
+
+
+def _read_private(where: str) -> bytes:
+    try:
+        fd = os.open(where, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    except FileNotFoundError:
+        raise ConfigError(f"there is no attach file {where}; is `tllm worker --attach-file` running?") from None
+    except OSError as error:
+        raise ConfigError(f"the attach file {where} can't be read: {error.strerror}") from None
+    with open(fd, "rb") as file:
+        status = os.fstat(fd)
+        if not stat.S_ISREG(status.st_mode):
+            raise ConfigError(f"{where} is no regular file")
+        if status.st_uid != os.geteuid():
+            raise ConfigError(
+                f"the attach file {where} belongs to user {status.st_uid}, not to this one; it is not used"
+            )
+        if status.st_mode & 0o077:
+            raise ConfigError(
+                f"the attach file {where} can be used by others (mode {stat.S_IMODE(status.st_mode):04o}); "
+                "it holds a key: start the engine anew, which makes it with mode 0600"
+            )
+        return file.read(MAX_BYTES)
+
+
+def _decode(raw: bytes, kind: type[Any], where: str) -> Any:
+    try:
+        return msgspec.json.decode(raw, type=kind)
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{where} is no attach file: {error}") from None
+
+
+def _span(low: int, high: int) -> str:
+    return f"{low}" if low == high else f"{low} to {high}"
