@@ -24,7 +24,7 @@ from tllm_core.contracts.messages import (
     SamplingParams,
     TokenIds,
 )
-from tllm_core.errors import ConfigError, ControlError, ExecutorClosedError, Overloaded
+from tllm_core.errors import ConfigError, ControlError, ExecutorClosedError, Overloaded, TllmError
 from tllm_core.frontend import Frontend
 from tllm_core.ledger.ledger import Call
 from tllm_core.ledger.result import GenerationResult
@@ -339,6 +339,11 @@ class GenerationExecutor:
             ranks=tuple(RankHealth(i.rank, i.pid, frontend.rank_state(i.rank)) for i in frontend.ranks),
             counters={**frontend.link.counters, **frontend.ledger.counters},
         )
+
+    @property
+    def failure(self) -> TllmError | None:
+        """Why the engine, or the lane to it, is lost; None while it is not."""
+        return self._frontend.verdict
 
     def check_health(self) -> bool:
         """The engine is alive and takes requests; never raises or blocks."""

@@ -29,7 +29,7 @@ from tllm_core.contracts.interfaces import (
     WorldSpec,
 )
 from tllm_core.contracts.messages import Introduce, Plain, Welcome
-from tllm_core.errors import Cause, ConfigError, EngineDeadError, EngineStartError
+from tllm_core.errors import Cause, ConfigError, EngineDeadError, EngineStartError, Expelled, PortError, Refused, TransportError
 from tllm_core.hooks import Hooks
 from tllm_core.ledger.waiting import Deadline
 from tllm_core.registry import Registry
@@ -118,6 +118,16 @@ class Plan:
 
         Raises EngineDeadError where its processes are gone, Refused, or TransportError where nobody answers for `timeout` s.
         """
+        try:
+            return self._attach(content, settings, timeout)
+        except (Refused, PortError, Expelled):
+            raise
+        except TransportError as error:
+            raise TransportError(
+                f"{error}: the engine of the attach file is gone, can't be reached from here, or has another key"
+            ) from None
+
+    def _attach(self, content: AttachFile, settings: Settings, timeout: float) -> Attachment:
         ended = content.ended
         if ended is not None:
             raise EngineDeadError(

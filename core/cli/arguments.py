@@ -25,6 +25,7 @@ VERBS: dict[str, tuple[str, str]] = {
     "demo": ("generating", "answer a question with a small real model, in a process of its own"),
     "generate": ("generating", "continue or answer a prompt"),
     "chat": ("generating", "talk with a model"),
+    "worker": ("serving", "run an engine that other processes attach to"),
     "explain": ("inspecting", "what would be started, and why"),
     "config": ("inspecting", "every setting with its value and origin"),
     "plugins": ("inspecting", "what is installed, and whether it works"),

@@ -17,7 +17,10 @@ def add_check(parser: argparse.ArgumentParser) -> None:
 def check(arguments: argparse.Namespace) -> int:
     """Starts what is set, sends one request through it, and prints what each step took."""
     settings = settings_of(arguments, Registry(), needs_engine=True)
-    chosen = ", ".join(f"{name} {getattr(settings, name).name}" for name in ("engine", "transport", "launcher"))
+    if settings.attach.file is None:
+        chosen = ", ".join(f"{name} {getattr(settings, name).name}" for name in ("engine", "transport", "launcher"))
+    else:
+        chosen = f"attach to {settings.attach.file}"
     print(f"settings    ok: {chosen}", flush=True)
     began = time.monotonic()
     with running(settings, lines=True) as executor:

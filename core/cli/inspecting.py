@@ -68,10 +68,13 @@ def explain(arguments: argparse.Namespace) -> int:
     """Prints what would be started, or with `--start` is, and why."""
     registry = Registry()
     settings = settings_of(arguments, registry)
-    if settings.engine.name is None and settings.attach.file is None:
-        settings = settings_of(arguments, registry, needs_engine=True)
-    table([*_choices(settings, registry), *_processes(settings, registry)])
-    _check(settings, registry)
+    if settings.attach.file is not None:
+        table([("attach", settings.attach.file, f"chosen by {settings.origins.get('attach.file', 'default')}")])
+    else:
+        if settings.engine.name is None:
+            settings = settings_of(arguments, registry, needs_engine=True)
+        table([*_choices(settings, registry), *_processes(settings, registry)])
+        _check(settings, registry)
     if arguments.start:
         with running(settings, lines=True) as executor:
             print()

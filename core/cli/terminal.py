@@ -48,12 +48,18 @@ class Progress:
 
 @contextlib.contextmanager
 def running(settings: "Settings", *, lines: bool = False) -> Iterator["GenerationExecutor"]:
-    """A world for one command: progress while it starts, and gone within a second however the command ends."""
+    """A world for one command: progress while it starts, and gone within a second however the command ends.
+
+    Where `attach.file` is set: somebody else's, which stays.
+    """
     from tllm_core.executor import GenerationExecutor
 
     progress = Progress(lines=lines)
     try:
-        executor = GenerationExecutor.create(settings, on_phase=progress)
+        if settings.attach.file is None:
+            executor = GenerationExecutor.create(settings, on_phase=progress)
+        else:
+            executor = GenerationExecutor.attach(config=settings)
     finally:
         progress.clear()
     try:

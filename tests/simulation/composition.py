@@ -1,0 +1,308 @@
+"""One schedule: engine worlds and frontends on a network, what their callers do, what goes wrong, and how it ends."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Final
+
+from tllm_core import frontend as frontend_module
+
+from . import invariants
+from .engines import SENTINEL_S, EngineProcess
+from .faults import FAULTS
+from .frontends import FrontendProcess, Ticket
+from .links import Lane
+from .model import DEADLY, FAILING, REJECTED, WELL
+from .network import Network
+from .settings import ScheduleSettings, draw
+from .timeline import Process, Timeline
+from .violation import Violation
+
+SETTLE_S = 9.0
+"""By when everything has to have come to rest once all is mended."""
+CLOSE_S = 4.0
+LOOK_S = 0.1
+MAX_STEPS = 60_000
+
+
+class Simulation:
+    """Everything of one schedule. `touched`: whose promises are to be checked after this step."""
+
+    PARKED_SLACK: Final = 4096
+
+    def __init__(self, seed: int, *, traced: bool = False) -> None:
+        self.seed, self.traced = seed, traced
+        self.lines: list[str] = []
+        self.dice = random.Random(seed)
+        self.settings: ScheduleSettings = draw(self.dice)
+        self.timeline = Timeline()
+        self.network = Network(self.timeline, self.settings.weather, random.Random(seed + 1))
+        self.lanes: dict[int, Lane] = {}
+        self.engines: list[EngineProcess] = []
+        self.frontends: list[FrontendProcess] = []
+        self.touched: set[Process] = set()
+        self.generations = self.nested = 0
+        self._numbers = 0
+        self.mended = False
+        self.may_expel = self._may_expel()
+        self.touch = self.touched.add
+
+    def _may_expel(self) -> bool:
+        """Bounds so tight that an engine may give up a frontend which does all it can."""
+        weather = self.settings.weather
+        return not weather.reliable or weather.high_water < 10 or self.settings.worker.parked_bytes < 1 << 16
+
+    # ------------------------------------------------------------------------------------------------------- parts
+
+    def next_number(self) -> int:
+        self._numbers += 1
+        return self._numbers
+
+    def chance(self, probability: float) -> bool:
+        return self.dice.random() < probability
+
+    def trace(self, text: str, *values: object) -> None:
+        if self.traced:
+            self.lines.append(f"{self.timeline.now:9.4f}  {text % values}")
+
+    @property
+    def engine(self) -> EngineProcess:
+        """The newest."""
+        return self.engines[-1]
+
+    def start_engine(self) -> EngineProcess:
+        self.generations += 1
+        generation = self.dice.getrandbits(63)
+        engine = EngineProcess(self, generation, random.Random(self.seed + 100 + self.generations))
+        self.engines.append(engine)
+        self.trace("%s starts: generation %x", engine.name, generation)
+        return engine
+
+    def start_frontend(self, *, owner: bool = False, peer: bytes | None = None) -> FrontendProcess:
+        process = FrontendProcess(self, self.engine, owner=owner, peer=peer)
+        self.frontends.append(process)
+        return process
+
+    def lose_owner(self, engine: EngineProcess) -> None:
+        """The watcher sees its owner's end: an orderly end of the world, then no patience."""
+        engine.break_down()
+        self.timeline.later(SENTINEL_S, self._orphan, engine)
+
+    def _orphan(self, engine: EngineProcess) -> None:
+        if engine.runs and not engine.leaving:
+            engine.worker.stop()
+        self.timeline.later(0.5, engine.crash)
+
+    # ------------------------------------------------------------------------------------------------------ running
+
+    def run(self) -> None:
+        """The whole schedule. Raises Violation."""
+        with virtual_clock(self.timeline):
+            self._begin()
+            self._run_until(self.settings.active_s)
+            self._mend()
+            self._settle()
+            self._close()
+
+    def _begin(self) -> None:
+        self.start_engine()
+        self.start_frontend(owner=True)
+        for _ in range(self.settings.attached):
+            self.start_frontend()
+        active = self.settings.active_s
+        for _ in range(self.settings.calls):
+            self.timeline.at(self.dice.uniform(0.004, active), self._call)
+        for _ in range(self.settings.faults):
+            self.timeline.at(self.dice.uniform(0.0, active), self._fault)
+
+    def _run_until(self, limit: float) -> None:
+        timeline, touched = self.timeline, self.touched
+        while timeline.step(limit):
+            if touched:
+                self._check()
+        if timeline.steps > MAX_STEPS:
+            raise Violation("I10", f"{timeline.steps} steps and no end")
+
+    def run_nested(self, seconds: float) -> None:
+        """Others run while the current thread is preempted."""
+        self.nested += 1
+        timeline = self.timeline
+        limit = timeline.now + seconds
+        while timeline.step(limit):
+            pass
+        self.nested -= 1
+
+    def _check(self) -> None:
+        for process in self.touched:
+            invariants.check(self, process)
+        self.touched.clear()
+
+    # -------------------------------------------------------------------------------------------------- what happens
+
+    def _fault(self) -> None:
+        fault = self.dice.choice(FAULTS)
+        self.trace("fault: %s", fault.__name__)
+        fault(self)
+        self.touched.update(self.frontends)
+
+    def _call(self) -> None:
+        serving = [process for process in self.frontends if process.serves]
+        if not serving:
+            return
+        process = self.dice.choice(serving)
+        self.touched.add(process)
+        action = self.dice.choice(CALLS)
+        action(self, process)
+        self._read_some(process)
+
+    def _read_some(self, process: FrontendProcess) -> None:
+        for ticket in (*process.open_tickets, *process.ended):
+            if self.chance(process.reads):
+                invariants.read(self, process, ticket)
+
+    # ---------------------------------------------------------------------------------------------------- how it ends
+
+    def _mend(self) -> None:
+        self.trace("everything is mended")
+        self.mended = True
+        self.network.calm_down()
+        for process in (*self.frontends, *self.engines, *(engine.watcher for engine in self.engines)):
+            process.thaw()
+        for process in self.frontends:
+            process.mend_path()
+
+    def _settle(self) -> None:
+        """Until all has come to rest, or too long."""
+        deadline = self.timeline.now + SETTLE_S
+        while True:
+            self._run_until(self.timeline.now + LOOK_S)
+            if self.timeline.now >= deadline:
+                self._judge_rest()
+                return
+            try:
+                self._judge_rest()
+            except Violation:
+                continue
+            return
+
+    def _judge_rest(self) -> None:
+        invariants.all_attached(self)
+        invariants.all_ended(self)
+        invariants.tables_are_empty(self)
+        invariants.lanes_are_idle(self)
+
+    def _close(self) -> None:
+        for process in self.frontends:
+            if process.alive:
+                for ticket in (*process.open_tickets, *process.ended):
+                    invariants.read(self, process, ticket)
+        invariants.never_reached_the_engine(self)
+        for process in self.frontends:
+            if process.alive and not process.owner:
+                process.close()
+        deadline = self.timeline.now + CLOSE_S
+        self._wait(deadline, invariants.sessions_are_gone_but_the_owners)
+        for process in self.frontends:
+            if process.alive and process.owner:
+                process.close()
+        self._wait(deadline + CLOSE_S, invariants.worlds_are_gone)
+
+    def _wait(self, deadline: float, promise: Callable[[Simulation], None]) -> None:
+        while True:
+            self._run_until(self.timeline.now + LOOK_S)
+            try:
+                promise(self)
+            except Violation:
+                if self.timeline.now >= deadline:
+                    raise
+                continue
+            return
+
+
+@contextmanager
+def virtual_clock(timeline: Timeline) -> Iterator[None]:
+    """`core/frontend.py` reads the clock by itself."""
+    real = frontend_module.time
+    frontend_module.time = SimpleNamespace(monotonic=timeline.clock)
+    try:
+        yield
+    finally:
+        frontend_module.time = real
+
+
+# ------------------------------------------------------------------------------------------------ what callers do
+
+
+def submit(sim: Simulation, process: FrontendProcess) -> None:
+    roll = sim.dice.random()
+    kind = WELL if roll < 0.85 else REJECTED if roll < 0.92 else FAILING if roll < 0.995 else DEADLY
+    process.submit(kind)
+
+
+def submit_many(sim: Simulation, process: FrontendProcess) -> None:
+    for _ in range(sim.dice.randrange(2, 6)):
+        submit(sim, process)
+
+
+def abort_one(sim: Simulation, process: FrontendProcess) -> None:
+    if process.open_tickets:
+        ticket = sim.dice.choice(process.open_tickets)
+        if ticket.box.outcome is None:
+            process.abort(ticket)
+            process.frontend.abort(ticket.box.client_id)  # twice is a quiet no-op
+
+
+def abort_young(sim: Simulation, process: FrontendProcess) -> None:
+    """At once after its submit: it must not overtake it."""
+    ticket: Ticket | None = process.submit()
+    if ticket is not None and ticket.box.outcome is None:
+        process.abort(ticket)
+
+
+def abort_unknown(sim: Simulation, process: FrontendProcess) -> None:
+    """I6: a quiet no-op."""
+    sent = process.port.sent
+    client_id = process.ended[-1].box.client_id if process.ended else 12345
+    process.frontend.abort(client_id)
+    if process.port.sent != sent:
+        raise Violation("I6", "the abort of a request that had ended was sent")
+
+
+def abort_all(sim: Simulation, process: FrontendProcess) -> None:
+    for ticket in process.open_tickets:
+        if ticket.box.outcome is None:
+            process.abort(ticket)
+
+
+def lose_consumer(sim: Simulation, process: FrontendProcess) -> None:
+    if process.open_tickets:
+        process.lose_consumer(sim.dice.choice(process.open_tickets))
+
+
+def control(sim: Simulation, process: FrontendProcess) -> None:
+    process.call(sim.dice.choice(("echo", "fail", "stats", "unknown")))
+
+
+def leave(sim: Simulation, process: FrontendProcess) -> None:
+    """A frontend leaves, and perhaps another comes; only rarely the owner, which ends the world."""
+    if process.owner and sim.dice.random() < 0.9:
+        return
+    process.close()
+    if not process.owner and sim.chance(0.7):
+        sim.start_frontend()
+
+
+CALLS = (
+    *(submit,) * 8,
+    *(submit_many,) * 4,
+    *(abort_one,) * 3,
+    abort_young,
+    abort_unknown,
+    abort_all,
+    lose_consumer,
+    control,
+    leave,
+)

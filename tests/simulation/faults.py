@@ -1,0 +1,151 @@
+"""What goes wrong: processes, paths, attaches, and frames that do not belong."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from tllm_core.contracts.messages import Hello
+from tllm_core.wire.header import HELLO, WIRE_VERSION, Seal
+
+from .links import KEY
+from .network import Path
+from .timeline import Process
+
+if TYPE_CHECKING:
+    from .composition import Simulation
+
+SHORT_S, LONG_S = (0.01, 0.15), (1.0, 1.8)
+
+
+def freeze_for(sim: Simulation, process: Process, seconds: float) -> None:
+    sim.trace("%s freezes for %.2f s", process.name, seconds)
+    process.freeze()
+    sim.timeline.later(seconds, process.thaw)
+
+
+def kill_engine(sim: Simulation) -> None:
+    sim.engine.crash()
+    if sim.chance(0.5):
+        sim.timeline.later(sim.dice.uniform(0.0, 0.3), restart, sim)
+
+
+def restart(sim: Simulation) -> None:
+    """A new generation under the old address; what is still on its way to the old one reaches it."""
+    if sim.mended:
+        return
+    sim.engine.crash()
+    sim.start_engine()
+    sim.start_frontend(owner=True)
+    if sim.chance(0.5):
+        sim.start_frontend()
+
+
+def freeze_engine(sim: Simulation) -> None:
+    freeze_for(sim, sim.engine, sim.dice.uniform(*SHORT_S))
+
+
+def freeze_engine_for_long(sim: Simulation) -> None:
+    """As good as dead; half of the time a new generation is there before it thaws."""
+    engine = sim.engine
+    if engine.runs:
+        engine.break_down()
+        freeze_for(sim, engine, sim.dice.uniform(*LONG_S))
+        if sim.chance(0.3):
+            freeze_for(sim, engine.watcher, sim.dice.uniform(*LONG_S))
+        if sim.chance(0.3):
+            sim.timeline.later(0.9, supersede, sim)
+
+
+def supersede(sim: Simulation) -> None:
+    """A new generation beside one that is only frozen."""
+    if sim.mended:
+        return
+    sim.start_engine()
+    sim.start_frontend(owner=True)
+
+
+def kill_watcher(sim: Simulation) -> None:
+    sim.engine.watcher.crash()
+
+
+def freeze_watcher(sim: Simulation) -> None:
+    freeze_for(sim, sim.engine.watcher, sim.dice.uniform(*SHORT_S))
+
+
+def kill_frontend(sim: Simulation) -> None:
+    process = sim.dice.choice(sim.frontends)
+    if not process.owner or sim.chance(0.2):
+        process.crash()
+
+
+def freeze_frontend(sim: Simulation) -> None:
+    freeze_for(sim, sim.dice.choice(sim.frontends), sim.dice.uniform(*sim.dice.choice((SHORT_S, LONG_S))))
+
+
+def cut_path(sim: Simulation) -> None:
+    _break_path(sim, Path.cut)
+
+
+def stall_path(sim: Simulation) -> None:
+    _break_path(sim, Path.stall)
+
+
+def _break_path(sim: Simulation, how: Callable[[Path], None]) -> None:
+    process = sim.dice.choice(sim.frontends)
+    process.break_path(how)
+    sim.timeline.later(sim.dice.uniform(0.01, 0.4), process.mend_path)
+
+
+def break_broker(sim: Simulation) -> None:
+    """Everybody's path at once, for long enough to be noticed."""
+    for process in sim.frontends:
+        process.break_path(Path.cut)
+        sim.timeline.later(sim.dice.uniform(0.3, 1.3), process.mend_path)
+
+
+def storm(sim: Simulation) -> None:
+    """Attaches that never speak again."""
+    generation = sim.engine.generation
+    key = None if sim.settings.by_reference else KEY
+    seal = Seal(key, generation, 0, down=False)
+    terms = sim.engine.link._terms
+    for _ in range(sim.dice.randrange(3, 12)):
+        peer = b"\x02" + sim.dice.randbytes(15)
+        hello = Hello(WIRE_VERSION, WIRE_VERSION, peer, sim.dice.randbytes(16))
+        kind, payload = terms.special(hello)
+        assert kind == HELLO
+        sim.engine.port.put(seal.frame(kind, payload))
+
+
+def come_back(sim: Simulation) -> None:
+    """The same peer begins anew, with its earlier session still open or long ended."""
+    process = sim.dice.choice(sim.frontends)
+    if not process.owner and process.engine is sim.engine:
+        process.crash()
+        sim.start_frontend(peer=process.peer)
+
+
+def attach_more(sim: Simulation) -> None:
+    if len(sim.frontends) < 6:
+        sim.start_frontend()
+
+
+FAULTS: tuple[Callable[[Simulation], None], ...] = (
+    kill_engine,
+    restart,
+    freeze_engine,
+    freeze_engine_for_long,
+    kill_watcher,
+    freeze_watcher,
+    kill_frontend,
+    freeze_frontend,
+    freeze_frontend,
+    cut_path,
+    cut_path,
+    stall_path,
+    break_broker,
+    storm,
+    come_back,
+    attach_more,
+)

@@ -1,0 +1,49 @@
+"""Runs schedules by number."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import time
+from collections.abc import Iterable
+
+from msgspec import Struct
+
+from .composition import Simulation
+from .violation import Violation
+
+
+class Found(Struct):
+    """A schedule that broke a promise."""
+
+    seed: int
+    violation: Violation
+    lines: list[str]
+
+
+def run_one(seed: int, *, traced: bool = False) -> Found | None:
+    sim = Simulation(seed, traced=traced)
+    try:
+        sim.run()
+    except Violation as violation:
+        return Found(seed, violation, sim.lines)
+    if traced:
+        print("\n".join(sim.lines))
+    return None
+
+
+def run_many(seeds: Iterable[int]) -> Found | None:
+    """The first that breaks a promise, run again with a trace."""
+    logging.disable(logging.CRITICAL)
+    for seed in seeds:
+        if run_one(seed) is not None:
+            return run_one(seed, traced=True)
+    return None
+
+
+def measured(seeds: range) -> tuple[Found | None, float, float]:
+    """What was found, and the seconds it took: on the wall and of this process's CPU."""
+    wall, cpu = time.perf_counter(), time.process_time()
+    gc.freeze()
+    found = run_many(seeds)
+    return found, time.perf_counter() - wall, time.process_time() - cpu

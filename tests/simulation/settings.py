@@ -1,0 +1,89 @@
+"""What one schedule is like: bounds, times, weather, how many of everything. All of it drawn from the schedule's seed."""
+
+from __future__ import annotations
+
+import random
+
+from msgspec import Struct
+
+from tllm_core.wire.liveness import LivenessSettings
+from tllm_core.wire.settings import WireSettings
+from tllm_core.world.worker import WorkerSettings
+
+from .network import Weather
+
+
+class ScheduleSettings(Struct, kw_only=True):
+    """`calls`: what frontends' callers do. `faults`: how many things go wrong. `active_s`: how long before all is mended."""
+
+    by_reference: bool
+    wire: WireSettings
+    liveness: LivenessSettings
+    worker: WorkerSettings
+    weather: Weather
+    attached: int
+    calls: int
+    faults: int
+    active_s: float
+    step_s: float
+
+
+LIVENESS = LivenessSettings(
+    beat_interval_s=0.1,
+    dead_after_s=0.8,
+    broker_down_after_s=0.9,
+    reconnect_grace_s=0.2,
+    frontend_dead_after_s=1.2,
+    frontend_beat_s=0.2,
+)
+
+
+def draw(dice: random.Random) -> ScheduleSettings:
+    reliable = dice.random() < 0.5
+    by_reference = dice.random() < 0.6
+    tight = dice.random() < 0.6
+    return ScheduleSettings(
+        by_reference=by_reference,
+        wire=draw_wire(dice, tight),
+        liveness=LIVENESS,
+        worker=WorkerSettings(parked_bytes=dice.choice((1 << 12, 1 << 20)), stall_after_s=dice.choice((0.6, 2.0))),
+        weather=draw_weather(dice, reliable, by_reference),
+        attached=dice.choice((0, 0, 1, 1, 1, 2, 3)),
+        calls=dice.randrange(4, 16),
+        faults=dice.choice((0, 1, 1, 2, 3)),
+        active_s=dice.choice((0.15, 0.3, 0.6)),
+        step_s=dice.choice((0.005, 0.02)),
+    )
+
+
+def draw_wire(dice: random.Random, tight: bool) -> WireSettings:
+    return WireSettings(
+        window_frames=dice.choice((1, 2, 4)) if tight else 64,
+        window_bytes=4096,
+        backlog_frames=dice.choice((1, 2, 8)) if tight else 64,
+        backlog_bytes=1 << 16,
+        max_message_bytes=1 << 16,
+        ack_every_frames=dice.choice((1, 4, 32)),
+        ack_delay_s=0.01,
+        resend_after_s=0.05,
+        resend_max_s=0.3,
+        hello_retry_s=0.05,
+        max_half_open=dice.choice((2, 8)),
+        half_open_s=0.5,
+        tombstones=dice.choice((2, 64)),
+    )
+
+
+def draw_weather(dice: random.Random, reliable: bool, by_reference: bool) -> Weather:
+    if reliable:
+        return Weather(full=dice.choice((0.0, 0.05)), high_water=dice.choice((4, 1000)), jitter_s=0.005)
+    return Weather(
+        reliable=False,
+        drop=dice.choice((0.0, 0.05, 0.15)),
+        overtake=dice.choice((0.0, 0.1)),
+        double=dice.choice((0.0, 0.1)),
+        corrupt=0.0 if by_reference else dice.choice((0.0, 0.05)),
+        full=dice.choice((0.0, 0.05)),
+        jitter_s=dice.choice((0.002, 0.02)),
+        high_water=1000,
+    )

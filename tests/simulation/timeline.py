@@ -1,0 +1,119 @@
+"""Virtual time: events in order, and actors that run until they would block."""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+NEVER = float("inf")
+GRAIN_S = 1e-9
+"""A sleeper wakes this much late, as under a real clock: never before what it waited for."""
+
+
+class Blocked(BaseException):
+    """Unwinds a thread's code out of a call that would block. It runs again at `until`, or earlier if it is woken.
+
+    The threads' loops keep nothing in local variables across their blocking calls, so that running again is resuming.
+    """
+
+    def __init__(self, until: float) -> None:
+        super().__init__()
+        self.until = until
+
+
+class Timeline:
+    """The events to come. `clock` is what everything in the simulation takes for the monotonic clock."""
+
+    __slots__ = ("_events", "_order", "now", "steps")
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.steps = 0
+        self._events: list[tuple[float, int, Callable[..., Any], tuple[Any, ...]]] = []
+        self._order = itertools.count()
+
+    def clock(self) -> float:
+        return self.now
+
+    def at(self, when: float, action: Callable[..., Any], *args: Any) -> None:
+        heapq.heappush(self._events, (when, next(self._order), action, args))
+
+    def later(self, seconds: float, action: Callable[..., Any], *args: Any) -> None:
+        heapq.heappush(self._events, (self.now + seconds, next(self._order), action, args))
+
+    def step(self, limit: float) -> bool:
+        """Runs the next event that is due by `limit`; False where there is none, and the time is `limit` then."""
+        if not self._events or self._events[0][0] > limit:
+            self.now = max(self.now, limit)
+            return False
+        when, _, action, args = heapq.heappop(self._events)
+        if when > self.now:
+            self.now = when
+        self.steps += 1
+        action(*args)
+        return True
+
+
+class Process:
+    """What can crash, freeze and thaw: some actors that share one fate."""
+
+    def __init__(self, timeline: Timeline, name: str) -> None:
+        self.timeline, self.name = timeline, name
+        self.alive = True
+        self.frozen_at: float | None = None
+        self.actors: list[Actor] = []
+
+    @property
+    def runs(self) -> bool:
+        return self.alive and self.frozen_at is None
+
+    def freeze(self) -> None:
+        if self.alive and self.frozen_at is None:
+            self.frozen_at = self.timeline.now
+
+    def thaw(self) -> None:
+        if self.frozen_at is not None:
+            self.frozen_at = None
+            for actor in self.actors:
+                actor.wake(self.timeline.now)
+
+    def crash(self) -> None:
+        self.alive = False
+
+
+class Actor:
+    """One thread of a process: `turn` runs from one blocking call to the next."""
+
+    __slots__ = ("_at", "_running", "_turn", "process", "touch")
+
+    def __init__(self, process: Process, turn: Callable[[], None], touch: Callable[[Process], None]) -> None:
+        self.process, self._turn, self.touch = process, turn, touch
+        self._at = NEVER
+        self._running = False
+        process.actors.append(self)
+
+    def wake(self, when: float) -> None:
+        """Runs at `when`, or earlier."""
+        if when < self._at:
+            self._at = when
+            self.process.timeline.at(when, self._fire, when)
+
+    def _fire(self, when: float) -> None:
+        if when != self._at:
+            return
+        self._at = NEVER
+        if not self.process.runs:
+            return
+        if self._running:  # it is below on the stack, in the middle of something
+            return
+        self._running = True
+        self.touch(self.process)
+        try:
+            self._turn()
+        except Blocked as blocked:
+            if blocked.until != NEVER:
+                self.wake(blocked.until)
+        finally:
+            self._running = False
