@@ -148,7 +148,7 @@ def test_a_killed_frontend_frees_the_engine_at_once_and_leaves_the_others_alone(
     assert victim.is_exact()
 
 
-def test_a_frontend_whose_process_can_not_be_seen_is_given_up_for_its_silence(own, attach_process, until):
+def test_a_frozen_frontend_is_given_up_for_its_silence_and_may_begin_anew(own, attach_process, until):
     owned = own(liveness="frontend_dead_after_s = 1.0\nfrontend_beat_s = 0.1")
     frozen, other = attach_process(owned.path, 31, 100_000, "again"), attach_process(owned.path, 32)
     frozen.until("tokens"), other.until("tokens")
