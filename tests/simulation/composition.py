@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import Final
 
 from tllm_core import frontend as frontend_module
+from tllm_core.contracts.messages import Introduce
 
 from . import invariants
 from .engines import SENTINEL_S, EngineProcess
@@ -47,6 +48,7 @@ class Simulation:
         self.generations = self.nested = 0
         self._numbers = 0
         self.mended = False
+        self._watched: dict[object, tuple[int, Callable[[], None]]] = {}
         self.may_expel = self._may_expel()
         self.touch = self.touched.add
 
@@ -90,6 +92,18 @@ class Simulation:
         """The watcher sees its owner's end: an orderly end of the world, then no patience."""
         engine.break_down()
         self.timeline.later(SENTINEL_S, self._orphan, engine)
+
+    def watch_process(self, who: Introduce, then: Callable[[], None]) -> Callable[[], None]:
+        """What the engine's host tells of a frontend's process."""
+        key = object()
+        self._watched[key] = (who.pid, then)
+        return lambda: self._watched.pop(key, None) and None
+
+    def notice_end(self, process: FrontendProcess) -> None:
+        for key, (number, then) in list(self._watched.items()):
+            if number == process.number:
+                del self._watched[key]
+                self.timeline.later(self.dice.uniform(0.0, SENTINEL_S), then)
 
     def _orphan(self, engine: EngineProcess) -> None:
         if engine.runs and not engine.leaving:

@@ -11,6 +11,7 @@ from msgspec.structs import replace
 
 from tllm_core.contracts.interfaces import Beaten, Exited, Failed, World, WorldEvent
 from tllm_core.contracts.messages import Beat, Obituary, RankState, Stopping
+from tllm_core.wire.liveness import Liveness
 from tllm_core.world.words import failed_of
 from tllm_core.world.worker import Worker
 
@@ -62,6 +63,9 @@ class SimWorld(World):
         if self.actor is not None:
             self.actor.wake(self.sim.timeline.now)
 
+    def path_ok_at(self) -> float:
+        return self.sim.timeline.now
+
     def stop(self, timeout: float) -> bool:
         self.sim.timeline.later(min(timeout, 1.0), self.engine.crash)
         return True
@@ -90,7 +94,13 @@ class EngineProcess(Process):
         )
         self.model = Model(rng)
         self.worker = Worker(
-            self.model, self.link, INFO, settings=settings.worker, progress=self._note, clock=sim.timeline.clock
+            self.model,
+            self.link,
+            INFO,
+            settings=settings.worker,
+            progress=self._note,
+            watch=sim.watch_process,
+            clock=sim.timeline.clock,
         )
         self.port.actor = self.actor = Actor(self, self._turn, sim.touch)
         self.actor.wake(sim.timeline.now)
@@ -173,7 +183,7 @@ class WatcherProcess(Process):
         super().__init__(sim.timeline, f"watcher {sim.generations}")
         self.sim, self.engine = sim, engine
         settings = sim.settings
-        self.port = EnginePort(sim.network, "watcher", engine.generation)
+        self.port = EnginePort(sim.network, "watcher", sim.dice.getrandbits(63))
         self.link = SimEngineLink(
             self.port,
             sim.lanes,
@@ -187,6 +197,7 @@ class WatcherProcess(Process):
         self.port.actor = self.actor = Actor(self, self._turn, sim.touch)
         self.beater = Actor(self, self._beat, sim.touch)
         self._beats, self._told, self._leaving = 0, False, False
+        self._liveness = Liveness(settings.liveness)
         self.actor.wake(self.timeline.now)
         self.beater.wake(self.timeline.now)
 
@@ -208,7 +219,16 @@ class WatcherProcess(Process):
         if not self._told:
             self.engine.world.put(Beaten(beat))
             self.link.beat(beat)
+            self._judge(beat, self.timeline.now)
             self.beater.wake(self.timeline.now + self.sim.settings.liveness.beat_interval_s)
+
+    def _judge(self, beat: Beat, now: float) -> None:
+        """A rank that is stopped for too long is ended."""
+        self._liveness.beat(beat, now)
+        verdict = self._liveness.poll(now, path_ok_at=now)
+        if verdict is not None and self.engine.alive and not self.engine.leaving:
+            self._tell(Failed(verdict.message, verdict.rank))
+            self.engine.crash()
 
     def hear(self, words: Failed | None) -> None:
         """What the rank itself reported."""

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from tllm_core.contracts.interfaces import Beaten, Failed, World, WorldEvent
-from tllm_core.contracts.messages import DownMessage, GenerationRequest, Obituary, SamplingParams, Stopping, TokenIds
+from tllm_core.contracts.interfaces import World
+from tllm_core.contracts.messages import DownMessage, GenerationRequest, Introduce, SamplingParams, TokenIds
 from tllm_core.errors import (
-    BrokerLost,
     EngineDeadError,
     ExecutorClosedError,
     Overloaded,
@@ -20,12 +19,13 @@ from tllm_core.frontend import DRAIN_S, Frontend
 from tllm_core.ledger.ledger import Call, Effects, Mailbox, Outcome
 from tllm_core.ledger.result import GenerationResult
 from tllm_core.wire.liveness import Liveness
+from tllm_core.world.attached import AttachedWorld
 
 from .engines import OWNER, EngineProcess
 from . import invariants
 from .links import SimFrontendLink
 from .network import FrontendPort, Path
-from .timeline import Actor, Blocked, Process
+from .timeline import GRAIN_S, Actor, Blocked, Process
 from .violation import Violation
 
 if TYPE_CHECKING:
@@ -40,6 +40,7 @@ class SimEvent:
 
     def __init__(self, sim: Simulation) -> None:
         self._sim, self._set = sim, False
+        self._until: float | None = None
 
     def set(self) -> None:
         self._set = True
@@ -48,7 +49,13 @@ class SimEvent:
         return self._set
 
     def wait(self, timeout: float) -> bool:
-        raise Blocked(self._sim.timeline.now + timeout)
+        now = self._sim.timeline.now
+        if self._until is None:
+            self._until = now + timeout
+        if now < self._until and not self._set:
+            raise Blocked(self._until + GRAIN_S)
+        self._until = None
+        return self._set
 
 
 class Ticket:
@@ -77,41 +84,6 @@ class Ticket:
         self.abort_asked = False
         self.checked = [0] * n
         self.rows_left = 0
-
-
-class LinkWorld(World):
-    """What an attached frontend hears of the world: beats and the obituary, over a session with the watcher."""
-
-    owned = False
-
-    def __init__(self, process: FrontendProcess) -> None:
-        self.process, self.link = process, process.watch_link
-        self._is_open = False
-        self._until = process.timeline.now + OPEN_S
-
-    def events(self, timeout: float | None) -> Sequence[WorldEvent]:
-        if not self._is_open:
-            self.link.open(self._until - self.process.timeline.now)
-            self._is_open = True
-            self.process.watch_link_opened_at = self.process.timeline.now
-        events: list[WorldEvent] = []
-        for message in self.link.receive(timeout):
-            if isinstance(message, Obituary):
-                events.append(Failed(message.message, message.rank, message.exitcode))
-            elif isinstance(message, Stopping):
-                self.process.frontend._liveness.disarm()
-                self.process.frontend.post(EngineDeadError("the engine was stopped"))
-        self.process.watch_told()
-        return [*map(Beaten, self.link.take_beats()), *events]
-
-    def wake(self) -> None:
-        self.link.wake()
-
-    def stop(self, timeout: float) -> bool:
-        return True
-
-    def kill(self) -> None:
-        """Not its own."""
 
 
 class SimFrontend(Frontend):
@@ -149,18 +121,6 @@ class SimFrontend(Frontend):
                 self.link.wake()
         super()._bury(error)
 
-    def _judge(self) -> None:
-        """An attached frontend's beats come over a path of their own, whose proof counts."""
-        if self.process.watch_port is None:
-            super()._judge()
-            return
-        if self._closing.is_set():
-            return
-        verdict = self._liveness.poll(self.sim.timeline.now, self.process.watch_port.path_ok_at())
-        if verdict is not None:
-            lost = verdict.kind == "broker_down"
-            self.post(BrokerLost(verdict.message) if lost else EngineDeadError(verdict.cause()))
-
     def _checked_sweep(self, error: TllmError) -> Effects:
         first = self.ledger.closed is None
         if first and not isinstance(error, ExecutorClosedError) and self.link._sessions.lost is None:
@@ -178,7 +138,8 @@ class FrontendProcess(Process):
     """
 
     def __init__(self, sim: Simulation, engine: EngineProcess, *, owner: bool, peer: bytes | None = None) -> None:
-        super().__init__(sim.timeline, f"frontend {len(sim.frontends)}")
+        self.number = len(sim.frontends)
+        super().__init__(sim.timeline, f"frontend {self.number}")
         self.sim, self.engine, self.owner = sim, engine, owner
         self.peer = peer or bytes([1]) + sim.dice.randbytes(15)
         self.port = FrontendPort(sim.network, "engine", self.peer)
@@ -200,7 +161,10 @@ class FrontendProcess(Process):
         self.open_until = self.timeline.now + OPEN_S
         self.left = False
         self.reads = sim.dice.choice((0.02, 0.2, 0.6))
+        self.world: World | None = engine.world if owner else None
         self.receiver = self.port.actor = Actor(self, self._attach, sim.touch)
+        if self.watch_port is not None:
+            self.watch_port.actor = self.receiver
         self.receiver.wake(self.timeline.now)
 
     def _make_link(self, port: FrontendPort, engine_port: object, owner: bytes) -> SimFrontendLink:
@@ -220,37 +184,39 @@ class FrontendProcess(Process):
     # ----------------------------------------------------------------------------------------------- its threads
 
     def _attach(self) -> None:
+        """An attached frontend has a second session, with the watcher."""
         try:
+            if not self.owner and self.world is None:
+                self.watch_link.open(self.open_until - self.timeline.now)
+                self.watch_link_opened_at = self.timeline.now
+                self.world = AttachedWorld(self.watch_link, self.watch_port, {})
             welcome = self.link.open(self.open_until - self.timeline.now)
+            if self.sim.settings.same_host:
+                self.link.send(Introduce("host", self.number, 0))
+        except Refused as error:
+            raise Violation("I9", f"refused: {error}") from None
         except TransportError as error:
             self.failure = error
-            if isinstance(error, Refused):
-                raise Violation("I9", f"refused: {error}") from None
+            self.sim.trace("%s could not attach: %r", self.name, error)
+            self.crash()
             return
+        if not self.owner and self.timeline.now - self.watch_link_opened_at > self.sim.settings.wire.half_open_s / 2:
+            self.disturbed = True  # nobody reads the watcher's lane while the engine's is opened
         self.sim.trace("%s has session %x", self.name, welcome.session)
-        world = self.engine.world if self.owner else LinkWorld(self)
-        self.frontend = SimFrontend(self, welcome.frontend_id, world, Liveness(self.sim.settings.liveness))
-        self.receiver._turn = self.frontend._receive_loop
-        watcher = Actor(self, self._watch if not self.owner else self.frontend._watch_loop, self.sim.touch)
+        self.frontend = SimFrontend(self, welcome.frontend_id, self.world, Liveness(self.sim.settings.liveness))
+        self.receiver.turn = self._serve
+        watcher = Actor(self, self.frontend._watch_loop, self.sim.touch)
         if self.owner:
             self.engine.world.actor = watcher
         else:
             self.watch_port.actor = watcher
+        watcher.ends = True
         watcher.wake(self.timeline.now)
         self.receiver.wake(self.timeline.now)
 
-    def _watch(self) -> None:
-        """The watching thread of an attached frontend: a session with the watcher that is lost is a lost lane."""
-        frontend = self.frontend
-        try:
-            while not frontend._closed.is_set() and frontend._watch():
-                frontend._judge()
-        except TransportError as error:
-            frontend.post(error)
-
-    def watch_told(self) -> None:
-        lane = self.watch_link.lane
-        lane.told_down = lane.heard_down
+    def _serve(self) -> None:
+        self.receiver.ends = True
+        self.frontend._receive_loop()
 
     def _let_others_in(self, when: str) -> None:
         """A caller's thread may be preempted before and after it sends."""
@@ -284,6 +250,7 @@ class FrontendProcess(Process):
         self.port.close()
         if self.watch_port is not None:
             self.watch_port.close()
+        self.sim.notice_end(self)
         if self.owner:
             self.sim.lose_owner(self.engine)
 
@@ -369,8 +336,6 @@ class FrontendProcess(Process):
         if self.owner:
             self.engine.break_down()
         self.frontend.close(0.5)
-        if self.watch_port is not None:
-            self.watch_port.close()
 
     def judge_verdict(self, error: TllmError) -> None:
         invariants.judge_verdict(self, error)

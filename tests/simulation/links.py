@@ -98,6 +98,7 @@ class SimFrontendLink(_Resumable, FrontendLink):
         # Frontends are judged in every mode here, and so they beat in every mode.
         self._terms.beat_s = liveness.frontend_beat_s
         self.lanes, self.lane = lanes, None
+        self.is_watch = port.path.service == "watcher"
         self.around_send: Callable[[str], None] = lambda when: None
         self._begin, self._begun = self._sessions.begin, False
         self._sessions.begin = self._begin_once
@@ -123,6 +124,8 @@ class SimFrontendLink(_Resumable, FrontendLink):
         self.around_send("after")
 
     def receive(self, timeout: float | None) -> list[DownMessage]:
+        if self.is_watch and self.lane is not None:
+            self.lane.told_down = self.lane.heard_down
         messages = self._resume(super().receive, timeout, self._clock())
         if messages:
             self._check_order(messages)

@@ -14,9 +14,10 @@ from .network import Weather
 
 
 class ScheduleSettings(Struct, kw_only=True):
-    """`calls`: what frontends' callers do. `faults`: how many things go wrong. `active_s`: how long before all is mended."""
+    """`same_host`: the engine sees the end of frontends' processes. `calls`: what frontends' callers do. `faults`: how many things go wrong. `active_s`: how long before all is mended."""
 
     by_reference: bool
+    same_host: bool
     wire: WireSettings
     liveness: LivenessSettings
     worker: WorkerSettings
@@ -44,6 +45,7 @@ def draw(dice: random.Random) -> ScheduleSettings:
     tight = dice.random() < 0.6
     return ScheduleSettings(
         by_reference=by_reference,
+        same_host=dice.random() < 0.5,
         wire=draw_wire(dice, tight),
         liveness=LIVENESS,
         worker=WorkerSettings(parked_bytes=dice.choice((1 << 12, 1 << 20)), stall_after_s=dice.choice((0.6, 2.0))),

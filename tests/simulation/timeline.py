@@ -83,15 +83,19 @@ class Process:
         self.alive = False
 
 
-class Actor:
-    """One thread of a process: `turn` runs from one blocking call to the next."""
+def _nothing() -> None:
+    """The turn of a thread that has ended."""
 
-    __slots__ = ("_at", "_running", "_turn", "process", "touch")
+
+class Actor:
+    """One thread of a process: `turn` runs from one blocking call to the next. `ends`: a turn that returns was the last one."""
+
+    __slots__ = ("_at", "_running", "ends", "process", "touch", "turn")
 
     def __init__(self, process: Process, turn: Callable[[], None], touch: Callable[[Process], None]) -> None:
-        self.process, self._turn, self.touch = process, turn, touch
+        self.process, self.turn, self.touch = process, turn, touch
         self._at = NEVER
-        self._running = False
+        self._running = self.ends = False
         process.actors.append(self)
 
     def wake(self, when: float) -> None:
@@ -111,7 +115,9 @@ class Actor:
         self._running = True
         self.touch(self.process)
         try:
-            self._turn()
+            self.turn()
+            if self.ends:
+                self.turn = _nothing
         except Blocked as blocked:
             if blocked.until != NEVER:
                 self.wake(blocked.until)
