@@ -8,6 +8,7 @@ import torch.nn.functional as F  # noqa: N812 - everybody's name for it
 from tllm_core.engines.tp.attention import AttentionBackend
 from tllm_core.engines.tp.config import ModelConfig
 from tllm_core.engines.tp.linear import Linear, arithmetic_dtype
+from tllm_core.engines.tp.norm import RmsNorm
 from tllm_core.engines.tp.rope import rope_table, rotate, rotation
 from tllm_core.engines.tp.weights import Checkpoint
 
@@ -25,8 +26,8 @@ class Layer:
         attention, mlp = prefix + "self_attn.", prefix + "mlp."
         self._config = config
         self.index = index
-        self.attention_norm = loader.vector(prefix + "input_layernorm.weight", hidden)
-        self.mlp_norm = loader.vector(prefix + "post_attention_layernorm.weight", hidden)
+        self.attention_norm = loader.norm(prefix + "input_layernorm.weight")
+        self.mlp_norm = loader.norm(prefix + "post_attention_layernorm.weight")
         self.qkv = loader.linear(
             [attention + "q_proj", attention + "k_proj", attention + "v_proj"],
             [q, kv, kv],
@@ -46,7 +47,7 @@ class Layer:
     ) -> torch.Tensor:
         """[tokens, hidden] -> the same, or only `rows` of it: keys and values are stored for all tokens either way."""
         config = self._config
-        qkv = self.qkv(self._norm(x, self.attention_norm))
+        qkv = self.qkv(self.attention_norm(x))
         heads = qkv.view(x.shape[0], config.num_heads + 2 * config.num_kv_heads, config.head_dim)
         rotated = rotate(heads[:, : -config.num_kv_heads], *rotation)
         k, v = rotated[:, config.num_heads :], heads[:, -config.num_kv_heads :]
@@ -55,11 +56,8 @@ class Layer:
         if rows is not None:
             x, mixed = x.index_select(0, rows), mixed.index_select(0, rows)
         x = self.out.add_to(x, mixed)
-        gate, up = self.gate_up(self._norm(x, self.mlp_norm)).chunk(2, dim=-1)
+        gate, up = self.gate_up(self.mlp_norm(x)).chunk(2, dim=-1)
         return self.down.add_to(x, F.silu(gate).mul_(up))
-
-    def _norm(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        return F.rms_norm(x, weight.shape, weight, self._config.rms_norm_eps)
 
 
 class Llama:
@@ -87,7 +85,7 @@ class Llama:
         for index in range(config.num_layers):
             self.layers.append(Layer(loader, index))
             progress((index + 1) / (config.num_layers + 1))
-        self.norm = loader.vector("model.norm.weight", config.hidden_size)
+        self.norm = loader.norm("model.norm.weight")
         head = "model.embed_tokens" if config.tie_word_embeddings else "lm_head"
         self.head = loader.linear([head], [config.vocab_size], config.hidden_size, False)
         self.rope = rope_table(config.rope, config.head_dim, max_positions).to(device)
@@ -110,8 +108,7 @@ class Llama:
         for layer in self.layers[:-1]:
             x = layer(x, turn, attention)
         x = self.layers[-1](x, turn, attention, logits_rows)
-        x = F.rms_norm(x, self.norm.shape, self.norm, self.config.rms_norm_eps)
-        return self.head(x).float()
+        return self.head(self.norm(x)).float()
 
 
 class _Loader:
@@ -122,8 +119,10 @@ class _Loader:
         self.arithmetic = arithmetic_dtype(dtype, device)
         self._checkpoint, self._dtype, self._device = checkpoint, dtype, device
 
-    def vector(self, name: str, size: int) -> torch.Tensor:
-        return self._checkpoint.stacked([name], [[size]], self._dtype, self.arithmetic).clone().to(self._device)
+    def norm(self, name: str) -> RmsNorm:
+        shapes = [[self.config.hidden_size]]
+        weight = self._checkpoint.stacked([name], shapes, self._dtype, self.arithmetic).clone().to(self._device)
+        return RmsNorm(weight, self.config.rms_norm_eps)
 
     def linear(self, names: list[str], rows: list[int], columns: int, bias: bool) -> Linear:
         """One product for weights of equal input, stacked in the order of `names`."""
