@@ -194,11 +194,24 @@ def test_the_death_of_the_watcher_is_the_worlds(spawned: Worlds, trace: Trace) -
     results = [executor.generate_async([i], LONG) for i in (1, 2, 3)]
     for result in results:
         next(result)
+    trace.forgive_files()
     os.kill(watcher_pid(executor), signal.SIGKILL)
     for result in results:
         with pytest.raises(EngineDeadError, match="watcher was killed by SIGKILL"):
             result.result(DEADLINE_S)
     trace.until_gone()
+
+
+@pytest.mark.xfail(reason="an owner whose watcher was killed does not remove the world's sockets and locks")
+def test_the_death_of_the_watcher_leaves_no_file_once_the_owner_was_shut_down(
+    spawned_ipc: Worlds, trace: Trace
+) -> None:
+    trace.forgive_files()
+    executor = spawned_ipc()
+    os.kill(watcher_pid(executor), signal.SIGKILL)
+    assert executor.wait_ended(DEADLINE_S)
+    executor.shutdown(20)
+    assert trace.files() == []
 
 
 def test_the_death_of_any_rank_is_the_worlds(spawned: Worlds, trace: Trace) -> None:
@@ -214,21 +227,32 @@ def test_the_death_of_any_rank_is_the_worlds(spawned: Worlds, trace: Trace) -> N
 
 def test_a_second_cause_does_not_replace_the_first(spawned_ipc: Worlds, trace: Trace) -> None:
     executor = spawned_ipc(world_size=2, **SLOW)
+    trace.forgive_files()
     early = executor.generate_async([1], LONG)
     watcher, first = watcher_pid(executor), rank_pid(executor)
     next(early)
-    os.kill(rank_pid(executor, 1), signal.SIGTERM)
+    os.kill(rank_pid(executor, 1), signal.SIGUSR1)
     assert executor.wait_ended(DEADLINE_S)
     for pid in (first, watcher):
         if pid in trace.processes():
             os.kill(pid, signal.SIGKILL)
     trace.until_gone()
-    words = "engine rank 1 (was killed by SIGTERM|exited)"
+    words = "engine rank 1 was killed by SIGUSR1"
     with pytest.raises(EngineDeadError, match=words):
         early.result(DEADLINE_S)
     with pytest.raises(EngineDeadError, match=words):
         executor.generate_async([1])
     assert "SIGKILL" not in (executor.health().cause or "")
+
+
+@pytest.mark.xfail(reason="a follower's SystemExit is reported as Leaving, which the watcher takes for an orderly end")
+def test_a_follower_that_is_asked_to_end_by_somebody_else_is_a_death_that_names_it(spawned_ipc: Worlds) -> None:
+    executor = spawned_ipc(world_size=2, **SLOW)
+    result = executor.generate_async([1], LONG)
+    next(result)
+    os.kill(rank_pid(executor, 1), signal.SIGTERM)
+    with pytest.raises(EngineDeadError, match="engine rank 1 (was killed by SIGTERM|exited|ended)"):
+        result.result(DEADLINE_S)
 
 
 def test_results_and_health_say_the_same_cause_each_time_they_are_asked(spawned_ipc: Worlds) -> None:
