@@ -2,6 +2,7 @@
 # make test        a virtual environment, the package, and the whole check
 # make check-fast  the whole check less the slow parts: no model, no wheel
 # make lint        ruff, mypy and the import rules alone
+# make soak        100,000 requests of every outcome, and a million hostile frames; some minutes
 # make clean       removes what these made
 #
 # PYTHON       which Python 3.11 or newer makes the environment      (python3)
@@ -19,7 +20,10 @@ INSTALL := $(PIP) install --quiet --constraint constraints.txt
 SOURCES := pyproject.toml setup.py constraints.txt
 LINKED := PYTHONPATH=.typing
 
-.PHONY: demo test check-fast lint typing clean
+# torch's threads spin for each other; on few cores, shared with processes under test, long spins keep those from running.
+export GOMP_SPINCOUNT ?= 10000
+
+.PHONY: demo test check-fast lint typing soak clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.demo
@@ -61,6 +65,9 @@ $(VENV)/.test: $(VENV)/.torch $(SOURCES)
 	@echo "installing into $(VENV); the first time takes a few minutes"
 	$(INSTALL) --editable ".[test]"
 	touch $@
+
+soak: $(VENV)/.test
+	TLLM_SOAK_REQUESTS=100000 TLLM_FUZZ_FRAMES=1000000 $(BIN)/python -m pytest tests/soak tests/faults/test_fuzz.py -s --timeout 3600
 
 clean:
 	rm -rf $(VENV) .typing build dist tllm_core.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

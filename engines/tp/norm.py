@@ -22,5 +22,5 @@ class RmsNorm:
         """The same shape."""
         if self._scaled is None:
             return F.rms_norm(x, self._weight.shape, self._weight, self._eps)
-        squares = torch.linalg.vector_norm(x, dim=-1, keepdim=True).square_()
+        squares: torch.Tensor = torch.linalg.vector_norm(x, dim=-1, keepdim=True).square_()
         return (x * squares.add_(x.shape[-1] * self._eps).rsqrt_()).mul_(self._scaled)
