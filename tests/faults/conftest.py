@@ -1,4 +1,4 @@
-"""Executors over real worlds, user scripts in processes of their own, and the promise that all tests here share: nothing is left."""
+"""Executors over real worlds, user scripts in processes of their own, and what all tests here promise: nothing is left."""
 
 import asyncio
 import json

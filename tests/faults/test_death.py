@@ -251,7 +251,7 @@ def test_a_follower_that_is_asked_to_end_by_somebody_else_is_a_death_that_names_
     result = executor.generate_async([1], LONG)
     next(result)
     os.kill(rank_pid(executor, 1), signal.SIGTERM)
-    with pytest.raises(EngineDeadError, match="engine rank 1 (was killed by SIGTERM|exited|ended)"):
+    with pytest.raises(EngineDeadError, match=r"engine rank 1 (was killed by SIGTERM|exited|ended)"):
         result.result(DEADLINE_S)
 
 
