@@ -51,6 +51,8 @@ TICK_S = 0.1
 DRAIN_S = 0.05
 QUIET_S = 0.005
 DEAD_SHUTDOWN_S = 5.0
+DEAD_STOP_S = 2.0
+"""How long a world that is known dead may take to end by itself; killing it takes the rest of DEAD_SHUTDOWN_S at most."""
 
 
 class Frontend:
@@ -301,7 +303,7 @@ class Frontend:
             return
         budget = deadline.left() or 0.0
         if self._verdict is not None:
-            budget = min(budget, DEAD_SHUTDOWN_S)
+            budget = min(budget, DEAD_STOP_S)
         if not self.world.stop(max(budget, 0.0)):
             log.warning("the engine world did not stop within its bound and is killed")
         self.world.kill()

@@ -16,11 +16,13 @@ from msgspec import Meta, Struct
 from tllm_core.config import convert_options
 from tllm_core.contracts.interfaces import (
     Capability,
+    EngineAddress,
     Exited,
     Failed,
     Identified,
     Identity,
     Launcher,
+    Listening,
     World,
     WorldEvent,
     WorldSpec,
@@ -29,6 +31,7 @@ from tllm_core.contracts.messages import Plain
 from tllm_core.errors import Cause, ConfigError, EngineStartError, describe_exit
 from tllm_core.wire.liveness import LivenessSettings
 from tllm_core.world.channel import Channel, End, Kill, Launch
+from tllm_core.world.lane import discard
 from tllm_core.world.process import identify, kill_session, open_pidfd, poll_readable, wait_gone
 from tllm_core.world.rank import resolve
 
@@ -91,7 +94,8 @@ class SpawnWorld(World):
 
     def __init__(self, launch: Launch) -> None:
         self._owner_pid = os.getpid()
-        self._engine = launch.spec.engine
+        self._spec = launch.spec
+        self._addresses: tuple[EngineAddress, ...] = ()
         ours, theirs = socket.socketpair()
         try:
             self._popen = _start_watcher(launch.python, theirs)
@@ -110,7 +114,7 @@ class SpawnWorld(World):
         self._ranks: tuple[Identity, ...] = ()
         self._queue: list[WorldEvent] = []
         self._lost: Exited | None = None
-        self._exited = self._over = self._killed = self._leaving = self._closed = False
+        self._exited = self._over = self._killed = self._leaving = self._closed = self._forsaken = False
 
     # ------------------------------------------------------------------------------------------------- events
 
@@ -146,6 +150,8 @@ class SpawnWorld(World):
         for event in events:
             if isinstance(event, Identified):
                 self._ranks = event.ranks
+            elif isinstance(event, Listening):
+                self._addresses = (event.address, *([] if event.watcher is None else [event.watcher]))
             self._exited = self._exited or isinstance(event, Exited)
         self._queue += events
         if self._channel.eof and not self._exited:
@@ -153,6 +159,7 @@ class SpawnWorld(World):
 
     def _lose_watcher(self) -> None:
         """The watcher is gone without a word, and its ranks with it. That is told at once; Exited when they are seen gone."""
+        self._forsaken = True
         exitcode = self._reap()
         if self._killed:
             self._lost = Exited(clean=True, message="killed by its owner")
@@ -219,6 +226,9 @@ class SpawnWorld(World):
         with self._reading:
             self._take()  # its last words, or that it left none
             self._take()
+            if self._forsaken:  # what a watcher does last
+                for address in self._addresses:
+                    discard(self._spec, address)
             with self._descriptors:
                 self._closed = True
                 self._channel.close()

@@ -104,12 +104,15 @@ class Owned:
     def processes(self):
         return (*self.content.ranks, self.content.watcher)
 
+    def worker_counts(self):
+        return self.executor.stats().extra["worker"]
+
     def requests(self):
-        """What the engine still owes something."""
-        return self.executor.stats().extra["worker"]["requests"]
+        """How many the engine still owes something."""
+        return self.worker_counts()["requests"]
 
     def sessions(self):
-        return self.executor.stats().extra["worker"]["sessions"]
+        return self.worker_counts()["sessions"]
 
 
 @pytest.fixture
@@ -137,7 +140,7 @@ def socket_directory():
 def config(tmp_path, socket_directory):
     """Writes a config file."""
 
-    def write(protocol="ipc", liveness="", wire="", ranks=1, step_interval_s=0.002):
+    def write(protocol="ipc", liveness="", wire="", ranks=1, step_interval_s=0.002, faults="[]"):
         path = tmp_path / "tllm.toml"
         path.write_text(
             f"""
@@ -147,6 +150,7 @@ def config(tmp_path, socket_directory):
             step_interval_s = {step_interval_s}
             max_seq_len = {2 * LONG}
             world_size = {ranks}
+            faults = {faults}
             [transport]
             name = "zmq"
             [transport.zmq]

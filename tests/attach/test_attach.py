@@ -78,8 +78,8 @@ def test_the_path_may_come_from_the_settings(own, tmp_path):
 # -------------------------------------------------------------------------------------------------- what is refused
 
 
-def test_without_a_path_the_error_says_how_to_give_one(monkeypatch):
-    with pytest.raises(ConfigError, match="attach.file"):
+def test_without_a_path_the_error_says_how_to_give_one():
+    with pytest.raises(ConfigError, match=r"attach\.file"):
         GenerationExecutor.attach()
 
 
@@ -142,6 +142,7 @@ def test_a_killed_frontend_frees_the_engine_at_once_and_leaves_the_others_alone(
     os.kill(victim.pid, signal.SIGKILL)
     until(lambda: owned.requests() == 1)
     assert time.monotonic() - began < 5.0
+    assert owned.worker_counts()["lost_frontends"] == 1
     until(lambda: owned.sessions() == 2)
     other.until("done")
     assert other.tokens == expected_tokens([22, 2, 3], 1500)
@@ -191,13 +192,17 @@ def test_only_the_owner_can_stop_the_engine(own):
     assert owned.executor.check_health()
 
 
-def test_a_frontend_that_does_not_read_slows_nobody_else(own, attach_process):
+def test_a_frontend_that_does_not_read_slows_nobody_else_and_is_expelled(own, attach_process, until):
     owned = own(wire="window_frames = 8\nbacklog_frames = 8\nstall_after_s = 1.0", step_interval_s=0.001)
     stuck, other = attach_process(owned.path, 51), attach_process(owned.path, 52, 1500)
     stuck.until("tokens"), other.until("tokens")
     os.kill(stuck.pid, signal.SIGSTOP)
     other.until("done")
     assert other.tokens == expected_tokens([52, 2, 3], 1500)
+    until(lambda: owned.worker_counts().get("expelled") == 1)  # for stall_after_s, long before its silence counts
+    os.kill(stuck.pid, signal.SIGCONT)
+    assert "stall_after_s" in stuck.until("error")["message"]
+    assert stuck.is_exact()
 
 
 # --------------------------------------------------------------------------------------------------- orderly ends
