@@ -29,7 +29,16 @@ from tllm_core.contracts.interfaces import (
     WorldSpec,
 )
 from tllm_core.contracts.messages import Introduce, Plain, Welcome
-from tllm_core.errors import Cause, ConfigError, EngineDeadError, EngineStartError, Expelled, PortError, Refused, TransportError
+from tllm_core.errors import (
+    Cause,
+    ConfigError,
+    EngineDeadError,
+    EngineStartError,
+    Expelled,
+    PortError,
+    Refused,
+    TransportError,
+)
 from tllm_core.hooks import Hooks
 from tllm_core.ledger.waiting import Deadline
 from tllm_core.registry import Registry
