@@ -6,7 +6,7 @@ import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
-from typing import Final
+from typing import ClassVar, Final
 
 from tllm_core import frontend as frontend_module
 from tllm_core.contracts.messages import Introduce
@@ -33,6 +33,7 @@ class Simulation:
     """Everything of one schedule. `touched`: whose promises are to be checked after this step."""
 
     PARKED_SLACK: Final = 4096
+    current: ClassVar[Simulation | None] = None
 
     def __init__(self, seed: int, *, traced: bool = False) -> None:
         self.seed, self.traced = seed, traced
@@ -114,6 +115,7 @@ class Simulation:
 
     def run(self) -> None:
         """The whole schedule. Raises Violation."""
+        Simulation.current = self
         with virtual_clock(self.timeline):
             self._begin()
             self._run_until(self.settings.active_s)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from tllm_core.contracts.messages import Hello
 from tllm_core.wire.header import HELLO, WIRE_VERSION, Seal
 
+from .hostile import inject
 from .links import KEY
 from .network import Path
 from .timeline import Process
@@ -121,7 +122,7 @@ def storm(sim: Simulation) -> None:
 def come_back(sim: Simulation) -> None:
     """The same peer begins anew, with its earlier session still open or long ended."""
     process = sim.dice.choice(sim.frontends)
-    if not process.owner and process.engine is sim.engine:
+    if process.alive and not process.owner and process.engine is sim.engine:
         process.crash()
         sim.start_frontend(peer=process.peer)
 
@@ -148,4 +149,5 @@ FAULTS: tuple[Callable[[Simulation], None], ...] = (
     storm,
     come_back,
     attach_more,
+    *(inject,) * 5,
 )

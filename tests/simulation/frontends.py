@@ -94,6 +94,7 @@ class SimFrontend(Frontend):
         self.process, self.sim = process, process.sim
         self._closed = SimEvent(process.sim)
         self.verdict_at: float | None = None
+        self.was_swept = False
         self._drain_until: float | None = None
         self._sweep, self.ledger.sweep = self.ledger.sweep, self._checked_sweep
 
@@ -128,6 +129,7 @@ class SimFrontend(Frontend):
             if at is not None and any(arrived <= at for arrived in port.arrived_at) and not port.closed:
                 raise Violation("I4", f"{self.process.name} was swept over frames that had arrived before the verdict")
         self.sim.trace("%s: swept: %r", self.process.name, error)
+        self.was_swept = True
         return self._sweep(error)
 
 

@@ -84,6 +84,8 @@ def true_outcome(sim: Simulation, process: FrontendProcess, ticket: Ticket, outc
 def dead_means_empty(sim: Simulation, process: FrontendProcess) -> None:
     """I4: nothing is pending once the generation is known dead, and a verdict is carried out at once."""
     frontend = process.frontend
+    if frontend.was_swept and frontend.ledger.closed is None:
+        raise Violation("I4", f"{process.name} was swept and takes requests again")
     if frontend.ledger.closed is not None:
         if len(frontend.ledger):
             raise Violation("I4", f"{process.name} was swept and has {len(frontend.ledger)} pending")
@@ -153,9 +155,10 @@ def sender_is_bounded(sim: Simulation, name: str, sender: object) -> None:
     wire = sim.settings.wire
     if sender.sent - sender.acked > wire.window_frames:
         raise Violation("I10", f"{name} has {sender.sent - sender.acked} frames in flight of {wire.window_frames}")
-    flight = [sender._frames[at].size for at in range(sender.acked + 1, sender.sent + 1)]
-    if len(flight) > 1 and sum(flight) > wire.window_bytes:
-        raise Violation("I10", f"{name} has {sum(flight)} bytes in flight of {wire.window_bytes}")
+    if sender.sent - sender.acked > 1:
+        flight = sum(sender._frames[at].size for at in range(sender.acked + 1, sender.sent + 1))
+        if flight > wire.window_bytes:
+            raise Violation("I10", f"{name} has {flight} bytes in flight of {wire.window_bytes}")
 
 
 def backlog_is_bounded(sim: Simulation, name: str, waiting: int) -> None:
@@ -164,7 +167,7 @@ def backlog_is_bounded(sim: Simulation, name: str, waiting: int) -> None:
         raise Violation("I10", f"{name} has a backlog of {waiting} of {sim.settings.wire.backlog_frames}")
 
 
-EACH_STEP: tuple[Check[FrontendProcess], ...] = (one_outcome, dead_means_empty, noticed_in_time, lane_is_bounded)
+EACH_STEP: tuple[Check[FrontendProcess], ...] = (dead_means_empty, one_outcome, noticed_in_time, lane_is_bounded)
 
 
 def check(sim: Simulation, process: Process) -> None:
@@ -199,6 +202,8 @@ def read(sim: Simulation, process: FrontendProcess, ticket: Ticket) -> None:
 def judge_verdict(process: FrontendProcess, error: TllmError) -> None:
     """I11: an outage of the own path, or a pause of this side, is no death. I5, I10: nobody is given up for others' faults."""
     engine, sim = process.engine, process.sim
+    if process.left:
+        return  # everything of it has its outcome already
     if isinstance(error, EngineDeadError):
         if engine.broken_since is None:
             raise Violation("I11", f"{process.name} declares a living engine dead: {error}")

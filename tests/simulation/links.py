@@ -34,12 +34,13 @@ def name_of(message: UpMessage) -> tuple[str, int]:
 class Lane:
     """What both ends of one session have said and heard: the yardstick for order, loss and acknowledgement."""
 
-    __slots__ = ("down", "heard_down", "heard_up", "number", "told_down", "up")
+    __slots__ = ("down", "heard_down", "heard_up", "number", "served_by", "told_down", "up")
 
     def __init__(self, number: int) -> None:
         self.number = number
         self.up: list[tuple[str, int]] = []
         self.down: list[Snapshot] = []
+        self.served_by: object = None
         self.heard_up = self.heard_down = self.told_down = 0
         """Messages that the engine acted upon; that the frontend got from its lane; that it delivered to its ledger."""
 
@@ -209,6 +210,10 @@ class SimEngineLink(_Resumable, EngineLink):
         ahead: dict[int, int] = {}
         for session, message in messages:
             lane = self._lane(session)
+            if lane.served_by is None:
+                lane.served_by = self
+            if lane.served_by is not self:
+                raise Violation("I9", f"a session of another generation, {session:x}, says {name_of(message)}")
             at = lane.heard_up + ahead.get(session, 0)
             if isinstance(message, Goodbye) and (at >= len(lane.up) or lane.up[at][0] != "Goodbye"):
                 continue  # the session ended by itself

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 import time
+import traceback
 from collections.abc import Iterable
 
 from msgspec import Struct
@@ -27,6 +28,9 @@ def run_one(seed: int, *, traced: bool = False) -> Found | None:
         sim.run()
     except Violation as violation:
         return Found(seed, violation, sim.lines)
+    except Exception as error:
+        lines = [*sim.lines, traceback.format_exc()]
+        return Found(seed, Violation("I3", f"an exception came out of the product: {error!r}"), lines)
     if traced:
         print("\n".join(sim.lines))
     return None

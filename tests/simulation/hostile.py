@@ -1,0 +1,122 @@
+"""I9: frames that do not belong, handed to real sessions, whose state must stay as it was."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from tllm_core.contracts.interfaces import Frame
+from tllm_core.wire.header import ACK, BEAT, DOWN, HELLO, LAYOUT, MESSAGE, OPEN_SIZE, STEP, WELCOME, Header
+from tllm_core.wire.session import Session
+
+from .engines import EngineProcess
+from .frontends import FrontendProcess
+from .links import SimEngineLink, SimFrontendLink
+from .network import corrupted
+from .violation import Violation
+
+if TYPE_CHECKING:
+    from .composition import Simulation
+
+
+def header_of(frame: Frame) -> Header | None:
+    """What it says of itself; None where it is cut short."""
+    return Header._make(LAYOUT.unpack_from(frame[0])) if len(frame[0]) >= OPEN_SIZE else None
+
+
+def lane_state(session: Session) -> tuple[int, ...]:
+    sender, receiver = session.lane.sender, session.lane.receiver
+    return sender.acked, sender.sent, sender.last, receiver.taken, receiver.ack
+
+
+def engine_state(link: SimEngineLink) -> Any:
+    sessions = link._sessions
+    table = [
+        (number, a.confirmed, a.last_beat, a.silence and a.silence._since, lane_state(a.session))
+        for number, a in sessions.table.items()
+    ]
+    ids = len(sessions._half_open), len(sessions._by_hello), dict(sessions._by_peer), set(sessions._ids._used)
+    return table, ids, list(sessions._tombstones)
+
+
+def frontend_state(link: SimFrontendLink) -> Any:
+    sessions = link._sessions
+    lane = None if sessions.session is None else lane_state(sessions.session)
+    return lane, sessions.welcome, sessions.lost, sessions._last_beat, len(sessions.beats)
+
+
+def inject(sim: Simulation) -> None:
+    """Some frames that were on the network before, each to somebody for whom it means nothing any more."""
+    history = list(sim.network.history)
+    targets = [process for process in (*sim.frontends, *sim.engines) if process.alive]
+    if not history or not targets:
+        return
+    for _ in range(6):
+        frame = sim.dice.choice(history)[1]
+        process = sim.dice.choice(targets)
+        if not sim.settings.by_reference and sim.chance(0.3):
+            hand_over(process, corrupted(frame, sim.network.rng), "corrupt")
+        elif (reason := objection(process, frame)) is not None:
+            hand_over(process, frame, reason)
+
+
+def objection(process: FrontendProcess | EngineProcess, frame: Frame) -> str | None:
+    """Why the frame is nothing to that process; None where it may be."""
+    header = header_of(frame)
+    down = isinstance(process, FrontendProcess)
+    if header is None:
+        return "cut short"
+    if header.generation != process.link._terms.generation:
+        return "of another generation"
+    if bool(header.flags & DOWN) != down:
+        return "of the other direction"
+    return stale_down(process.link, header) if down else stale_up(process.link, header)
+
+
+def stale_down(link: SimFrontendLink, header: Header) -> str | None:
+    session = link._sessions.session
+    if session is None:
+        return None if header.kind == WELCOME else "of no session"
+    if header.kind == WELCOME:
+        return "a late welcome"
+    if header.session != session.number:
+        return "of another session"
+    if header.kind in (MESSAGE, STEP) and header.sequence <= session.lane.receiver.taken:
+        return "replayed"
+    return "a replayed beat" if header.kind == BEAT and header.sequence <= link._sessions._last_beat else None
+
+
+def stale_up(link: SimEngineLink, header: Header) -> str | None:
+    attached = link._sessions.table.get(header.session)
+    if header.kind == HELLO:
+        return None
+    if attached is None:
+        return "of no session"
+    if not attached.confirmed:
+        return None
+    session = attached.session
+    fresh_ack = header.ack > session.lane.sender.acked
+    if fresh_ack:
+        return None
+    if header.kind == MESSAGE and header.sequence <= session.lane.receiver.taken:
+        return "replayed"
+    if header.kind == BEAT and header.sequence <= attached.last_beat:
+        return "a replayed beat"
+    return "a replayed acknowledgement" if header.kind == ACK else None
+
+
+def hand_over(process: FrontendProcess | EngineProcess, frame: Frame, reason: str) -> None:
+    process.sim.trace("%s is handed a frame that is %s", process.name, reason)
+    now = process.timeline.now
+    if isinstance(process, FrontendProcess):
+        sessions = process.link._sessions
+        before = frontend_state(process.link)
+        messages: list[Any] = sessions.admit(sessions.read([frame]), now)
+        after = frontend_state(process.link)
+    else:
+        before = engine_state(process.link)
+        messages = process.link._sessions.take([frame], now)
+        after = engine_state(process.link)
+    if messages:
+        raise Violation("I9", f"{process.name} took a frame that is {reason}: {messages}")
+    if before != after:
+        raise Violation("I9", f"a frame that is {reason} changed {process.name}: {before} -> {after}")
