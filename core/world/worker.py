@@ -319,4 +319,4 @@ class Worker:
         self._dirty[outbox.session] = outbox
 
     def _count(self) -> Mapping[str, int]:
-        return {"sessions": len(self._outboxes), "requests": len(self._entries), **self.counters}
+        return {"sessions": len(self._outboxes), "requests": len(self._entries), **self.counters, **self._link.counters}

@@ -190,6 +190,7 @@ def test_only_the_owner_can_stop_the_engine(own):
         result = attached.generate(PROMPT, SamplingParams(max_tokens=20))
         assert list(result.outputs[0].token_ids) == expected_tokens(PROMPT, 20)
     assert owned.executor.check_health()
+    assert owned.worker_counts()["stop_refused"] == 1
 
 
 def test_a_frontend_that_does_not_read_slows_nobody_else_and_is_expelled(own, attach_process, until):

@@ -492,3 +492,29 @@ def test_a_blocked_receive_returns_when_the_path_changes(directory: Path) -> Non
     assert not frontend.state.up
     assert "reconnecting" in frontend.state.reason
     frontend.close()
+
+
+def test_discard_removes_what_a_dead_engine_left(directory: Path) -> None:
+    script = (
+        "import os, sys\n"
+        "from tllm_core.transports.zmq import ZmqSettings, ZmqTransport\n"
+        "ZmqTransport(ZmqSettings(directory=sys.argv[1])).listen('gone', 7)\n"
+        "os._exit(0)\n"
+    )
+    subprocess.run([sys.executable, "-c", script, str(directory)], check=True, timeout=60)
+    assert len(list(directory.iterdir())) == 2
+    address = EngineAddress(transport="zmq", engine="gone", generation=7, endpoints={})
+    transport(directory).discard(address)
+    assert not list(directory.iterdir())
+    transport(directory).discard(address)
+
+
+def test_discard_leaves_a_live_engine_alone(directory: Path) -> None:
+    port = transport(directory).listen("alive", 7)
+    files = sorted(directory.iterdir())
+    for generation in (7, 8):
+        transport(directory).discard(
+            EngineAddress(transport="zmq", engine="alive", generation=generation, endpoints={})
+        )
+    assert sorted(directory.iterdir()) == files
+    port.close()

@@ -14,6 +14,7 @@ from tllm_core.contracts.messages import (
     ControlReply,
     GenerationRequest,
     Goodbye,
+    Introduce,
     Obituary,
     SamplingParams,
     StepBatch,
@@ -26,7 +27,7 @@ from tllm_core.engines.echo import EchoSettings, expected_tokens
 from tllm_core.engines.echo.engine import EchoEngine
 from tllm_core.errors import FrameTooLarge
 from tllm_core.world.rows import rows_of
-from tllm_core.world.worker import Worker, WorkerSettings
+from tllm_core.world.worker import Worker, WorkerSettings, unwatched
 
 
 class ListLink:
@@ -39,6 +40,7 @@ class ListLink:
         self.script = deque(script)
         self.sent = []
         self.ended = {}
+        self.counters = Counter()
         self.full = set()
         self.largest = None
         self.patience = []
@@ -128,10 +130,10 @@ def submit(client_id, prompt=(1, 2, 3), session=0, timeout_s=None, extra=None, *
     return (session, Submit(client_id, request))
 
 
-def work(link, settings=WorkerSettings(), clock=None, **engine_settings):  # noqa: B008
+def work(link, settings=WorkerSettings(), clock=None, watch=unwatched, **engine_settings):  # noqa: B008
     engine = EchoEngine(convert(engine_settings, EchoSettings))
     context = Context()
-    worker = Worker(engine, link, engine.start(context), settings=settings, clock=clock or Clock())
+    worker = Worker(engine, link, engine.start(context), settings=settings, watch=watch, clock=clock or Clock())
     context.worker = worker
     try:
         worker.run()
@@ -401,3 +403,37 @@ def test_a_row_that_fits_in_no_frame_fails_its_request_alone():
     assert "max_message_bytes" in link.errors()[1].message
     assert link.tokens(2) == expected_tokens([1, 2, 3], 3)
     assert Counter(client_id for client_id, _, _ in link.finishes()) == {1: 1, 2: 1}
+
+
+class Watches:
+    """Stands for the watch over frontends' processes: who is watched, and what each end calls."""
+
+    def __init__(self):
+        self.ends, self.forgotten = {}, []
+
+    def __call__(self, who, then):
+        self.ends[who.pid] = then
+        return lambda: self.forgotten.append(who.pid)
+
+
+def test_a_frontend_whose_process_ended_is_given_up_and_its_requests_are_aborted():
+    watches = Watches()
+    requests = [submit(1, session=5, max_tokens=100), submit(2, session=6, max_tokens=8)]
+    link = ListLink(
+        [(5, Introduce("host", 55, 1)), (6, Introduce("host", 66, 1)), *requests], lambda: watches.ends[55](), []
+    )
+    worker, engine = work(link, watch=watches)
+    assert_nothing_is_left(worker, engine)
+    assert link.ended == {5: "its process has ended"}
+    assert worker.counters["lost_frontends"] == 1
+    assert link.tokens(2) == expected_tokens([1, 2, 3], 8)
+
+
+def test_a_session_that_ends_is_no_longer_watched():
+    watches = Watches()
+    link = ListLink([(5, Introduce("host", 55, 1)), (5, Introduce("host", 56, 1))], [(5, Goodbye())])
+    worker, engine = work(link, watch=watches)
+    assert watches.forgotten == [55]  # and a second introduction counts for nothing
+    assert_nothing_is_left(worker, engine)
+    watches.ends[55]()
+    assert link.ended == {}
