@@ -182,13 +182,10 @@ class Simulation:
     # ---------------------------------------------------------------------------------------------------- how it ends
 
     def _mend(self) -> None:
-        self.trace("everything is mended")
+        """No more faults and a calm network; what is frozen or cut comes back at its own time."""
+        self.trace("the weather is fine")
         self.mended = True
         self.network.calm_down()
-        for process in (*self.frontends, *self.engines, *(engine.watcher for engine in self.engines)):
-            process.thaw()
-        for process in self.frontends:
-            process.mend_path()
 
     def _settle(self) -> None:
         """Until all has come to rest, or too long."""
@@ -205,6 +202,7 @@ class Simulation:
             return
 
     def _judge_rest(self) -> None:
+        invariants.all_mended(self)
         invariants.all_attached(self)
         invariants.all_ended(self)
         invariants.tables_are_empty(self)

@@ -81,7 +81,7 @@ def kill_frontend(sim: Simulation) -> None:
 
 
 def freeze_frontend(sim: Simulation) -> None:
-    freeze_for(sim, sim.dice.choice(sim.frontends), sim.dice.uniform(*sim.dice.choice((SHORT_S, LONG_S))))
+    freeze_for(sim, sim.dice.choice(sim.frontends), sim.dice.uniform(*sim.dice.choice((SHORT_S, SHORT_S, LONG_S))))
 
 
 def cut_path(sim: Simulation) -> None:

@@ -66,6 +66,7 @@ class Ticket:
         "box",
         "checked",
         "length",
+        "lost_at",
         "n",
         "number",
         "outcome",
@@ -82,6 +83,7 @@ class Ticket:
         self.result: GenerationResult | None = None
         self.outcome: Outcome | None = None
         self.abort_asked = False
+        self.lost_at: float | None = None
         self.checked = [0] * n
         self.rows_left = 0
 
@@ -95,6 +97,7 @@ class SimFrontend(Frontend):
         self._closed = SimEvent(process.sim)
         self.verdict_at: float | None = None
         self.was_swept = False
+        self.first_cause: Outcome | None = None
         self._drain_until: float | None = None
         self._sweep, self.ledger.sweep = self.ledger.sweep, self._checked_sweep
 
@@ -129,8 +132,12 @@ class SimFrontend(Frontend):
             if at is not None and any(arrived <= at for arrived in port.arrived_at) and not port.closed:
                 raise Violation("I4", f"{self.process.name} was swept over frames that had arrived before the verdict")
         self.sim.trace("%s: swept: %r", self.process.name, error)
-        self.was_swept = True
-        return self._sweep(error)
+        effects = self._sweep(error)
+        if not self.was_swept:
+            self.was_swept, self.first_cause = True, self.ledger.closed
+        elif self.ledger.closed is not self.first_cause:
+            raise Violation("I4", f"{self.process.name} ended by {self.first_cause}, and now by {self.ledger.closed}")
+        return effects
 
 
 class FrontendProcess(Process):
@@ -204,6 +211,7 @@ class FrontendProcess(Process):
             return
         if not self.owner and self.timeline.now - self.watch_link_opened_at > self.sim.settings.wire.half_open_s / 2:
             self.disturbed = True  # nobody reads the watcher's lane while the engine's is opened
+        self.well_since = self.timeline.now
         self.sim.trace("%s has session %x", self.name, welcome.session)
         self.frontend = SimFrontend(self, welcome.frontend_id, self.world, Liveness(self.sim.settings.liveness))
         self.receiver.turn = self._serve
@@ -318,6 +326,7 @@ class FrontendProcess(Process):
 
     def lose_consumer(self, ticket: Ticket) -> None:
         ticket.abort_asked = True
+        ticket.lost_at = ticket.lost_at or self.timeline.now
         ticket.result = None
 
     def call(self, method: str) -> None:

@@ -8,8 +8,6 @@ from tllm_core.contracts.interfaces import Frame
 from tllm_core.wire.header import ACK, BEAT, DOWN, HELLO, LAYOUT, MESSAGE, OPEN_SIZE, STEP, WELCOME, Header
 from tllm_core.wire.session import Session
 
-from .engines import EngineProcess
-from .frontends import FrontendProcess
 from .links import SimEngineLink, SimFrontendLink
 from .network import corrupted
 from .violation import Violation
@@ -44,32 +42,46 @@ def frontend_state(link: SimFrontendLink) -> Any:
     return lane, sessions.welcome, sessions.lost, sessions._last_beat, len(sessions.beats)
 
 
+Link = SimFrontendLink | SimEngineLink
+
+
+def open_links(sim: Simulation) -> list[tuple[str, Link]]:
+    links: list[tuple[str, Link]] = []
+    for process in sim.frontends:
+        if process.alive:
+            links.append((process.name, process.link))
+            if process.watch_port is not None:
+                links.append((f"{process.name} (watching)", process.watch_link))
+    for engine in sim.engines:
+        links += [(process.name, process.link) for process in (engine, engine.watcher) if process.alive]
+    return links
+
+
 def inject(sim: Simulation) -> None:
     """Some frames that were on the network before, each to somebody for whom it means nothing any more."""
-    history = list(sim.network.history)
-    targets = [process for process in (*sim.frontends, *sim.engines) if process.alive]
-    if not history or not targets:
+    history, links = list(sim.network.history), open_links(sim)
+    if not history or not links:
         return
-    for _ in range(6):
+    for _ in range(8):
         frame = sim.dice.choice(history)[1]
-        process = sim.dice.choice(targets)
+        name, link = sim.dice.choice(links)
         if not sim.settings.by_reference and sim.chance(0.3):
-            hand_over(process, corrupted(frame, sim.network.rng), "corrupt")
-        elif (reason := objection(process, frame)) is not None:
-            hand_over(process, frame, reason)
+            hand_over(sim, name, link, corrupted(frame, sim.network.rng), "corrupt")
+        elif (reason := objection(link, frame)) is not None:
+            hand_over(sim, name, link, frame, reason)
 
 
-def objection(process: FrontendProcess | EngineProcess, frame: Frame) -> str | None:
-    """Why the frame is nothing to that process; None where it may be."""
+def objection(link: Link, frame: Frame) -> str | None:
+    """Why the frame is nothing to that end; None where it may be."""
     header = header_of(frame)
-    down = isinstance(process, FrontendProcess)
+    down = isinstance(link, SimFrontendLink)
     if header is None:
         return "cut short"
-    if header.generation != process.link._terms.generation:
+    if header.generation != link._terms.generation:
         return "of another generation"
     if bool(header.flags & DOWN) != down:
         return "of the other direction"
-    return stale_down(process.link, header) if down else stale_up(process.link, header)
+    return stale_down(link, header) if down else stale_up(link, header)
 
 
 def stale_down(link: SimFrontendLink, header: Header) -> str | None:
@@ -104,19 +116,18 @@ def stale_up(link: SimEngineLink, header: Header) -> str | None:
     return "a replayed acknowledgement" if header.kind == ACK else None
 
 
-def hand_over(process: FrontendProcess | EngineProcess, frame: Frame, reason: str) -> None:
-    process.sim.trace("%s is handed a frame that is %s", process.name, reason)
-    now = process.timeline.now
-    if isinstance(process, FrontendProcess):
-        sessions = process.link._sessions
-        before = frontend_state(process.link)
+def hand_over(sim: Simulation, name: str, link: Link, frame: Frame, reason: str) -> None:
+    sim.trace("%s is handed a frame that is %s", name, reason)
+    sessions, now = link._sessions, sim.timeline.now
+    if isinstance(link, SimFrontendLink):
+        before = frontend_state(link)
         messages: list[Any] = sessions.admit(sessions.read([frame]), now)
-        after = frontend_state(process.link)
+        after = frontend_state(link)
     else:
-        before = engine_state(process.link)
-        messages = process.link._sessions.take([frame], now)
-        after = engine_state(process.link)
+        before = engine_state(link)
+        messages = sessions.take([frame], now)
+        after = engine_state(link)
     if messages:
-        raise Violation("I9", f"{process.name} took a frame that is {reason}: {messages}")
+        raise Violation("I9", f"{name} took a frame that is {reason}: {messages}")
     if before != after:
-        raise Violation("I9", f"a frame that is {reason} changed {process.name}: {before} -> {after}")
+        raise Violation("I9", f"a frame that is {reason} changed {name}: {before} -> {after}")

@@ -28,6 +28,7 @@ SLACK_S = 0.35
 """Beats and ticks come every 0.1 s, and frames take their time."""
 BURIED_S = 0.25
 """A verdict that was posted is carried out within this: 50 ms of draining, or a tick of a lane that is lost."""
+ORPHANED_S = 0.25
 OWN_HOST_S = 0.1
 PATIENT = frozenset({"submit", "control"})
 FINISHED = frozenset(reason for reason in FINISH_REASONS if reason in ("length", "stop"))
@@ -46,6 +47,10 @@ def one_outcome(sim: Simulation, process: FrontendProcess) -> None:
         outcome = ticket.box.outcome
         if outcome is None:
             still_open.append(ticket)
+            if ticket.lost_at is not None and process.runs:
+                waited = sim.timeline.now - max(ticket.lost_at, process.well_since)
+                if waited > ORPHANED_S:
+                    raise Violation("I8", f"request {ticket.number} lives on {waited:.2f} s after its consumer")
         else:
             ticket.outcome, ticket.rows_left = outcome, len(ticket.box.rows)
             true_outcome(sim, process, ticket, outcome)
@@ -217,6 +222,15 @@ def judge_verdict(process: FrontendProcess, error: TllmError) -> None:
 
 
 # ------------------------------------------------------------------------------------------------------ at the end
+
+
+def all_mended(sim: Simulation) -> None:
+    """Nothing is frozen or cut any more."""
+    watchers = [engine.watcher for engine in sim.engines]
+    frozen = [p.name for p in (*sim.frontends, *sim.engines, *watchers) if p.alive and p.frozen_at is not None]
+    cut = [process.name for process in sim.frontends if process.alive and not process.is_well]
+    if frozen or cut:
+        raise Violation("I1", f"the schedule is wrong: still frozen: {frozen}, without a path: {cut}")
 
 
 def all_attached(sim: Simulation) -> None:

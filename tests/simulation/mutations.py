@@ -303,7 +303,15 @@ def expelled_session_still_served() -> Patches:
 
 
 def silent_frontends_kept() -> Patches:
-    yield patch.object(EngineSessions, "tend", lambda self, now, path_ok_at: [])
+    tend = EngineSessions.tend
+
+    def patient(self: EngineSessions, now: float, path_ok_at: float) -> Any:
+        liveness, self._liveness = self._liveness, None
+        ended = tend(self, now, path_ok_at)
+        self._liveness = liveness
+        return ended
+
+    yield patch.object(EngineSessions, "tend", patient)
 
 
 def half_open_unbounded() -> Patches:

@@ -48,7 +48,7 @@ def draw(dice: random.Random) -> ScheduleSettings:
         same_host=dice.random() < 0.5,
         wire=draw_wire(dice, tight),
         liveness=LIVENESS,
-        worker=WorkerSettings(parked_bytes=dice.choice((1 << 12, 1 << 20)), stall_after_s=dice.choice((0.6, 2.0))),
+        worker=WorkerSettings(parked_bytes=dice.choice((1 << 12, 1 << 20)), stall_after_s=dice.choice((0.3, 2.0))),
         weather=draw_weather(dice, reliable, by_reference),
         attached=dice.choice((0, 0, 1, 1, 1, 2, 3)),
         calls=dice.randrange(4, 16),
