@@ -35,13 +35,16 @@ class Versions(Struct, frozen=True):
 
 
 class AttachFile(Struct, frozen=True, kw_only=True):
-    """All that an attach needs. key: 32 bytes in hex. host: in which `ranks` and `watcher` are processes.
+    """All that an attach needs. engine, transport: names, as they were chosen. key: 32 bytes in hex.
+
+    host: in which `ranks` and `watcher` are processes.
 
     watcher_address: None where the transport serves one frontend only. liveness: as the engine was started with.
     """
 
     wire_versions: tuple[int, int] = (MIN_WIRE_VERSION, WIRE_VERSION)
     engine: str
+    transport: str
     address: EngineAddress
     watcher_address: EngineAddress | None = None
     key: Key

@@ -153,12 +153,12 @@ class GenerationExecutor:
         engine answered. Raises ConfigError for a file that can't or must not be used, Refused for another wire version,
         EngineDeadError where its processes are gone, TransportError where nobody answers within `timeout` seconds.
         """
-        overrides: dict[str, Any] = {} if transport_options is None else {"transport.options": dict(transport_options)}
-        settings = load_settings(config, overrides=overrides)
-        path = path or settings.attach.file
+        path = path or load_settings(config).attach.file
         if path is None:
             raise ConfigError("no attach file is given; pass its path, or set attach.file in the config file")
         content = read_attach_file(path)
+        overrides = _overrides({"transport": (content.transport, transport_options)})
+        settings = load_settings(config, overrides=overrides, origins={"transport.name": os.fspath(path)})
         plan = Plan.to_attach(settings, content)
         attachment = plan.attach(content, settings, timeout)
         frontend = Frontend(

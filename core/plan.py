@@ -87,13 +87,13 @@ class Plan:
 
     @classmethod
     def to_attach(cls, settings: Settings, content: AttachFile, registry: Registry | None = None) -> Plan:
-        """For a world that runs. Its transport is the one; its options are this side's, where they are for that one."""
+        """For a world that runs, over its transport, which is also that of `settings`."""
         registry = registry or Registry()
         for name in settings.plugins.enable:
             registry.plugin(name)
-        name = content.address.transport
+        name = content.transport
         transport_type = registry.transport(name)
-        options = settings.transport.options if settings.transport.name == name else {}
+        options = settings.transport.options
         return cls(
             content.engine,
             transport_type(convert_options(transport_type.settings_type, options, f"transport.{name}")),
@@ -208,6 +208,7 @@ def ticket_for(spec: WorldSpec, start: Start) -> AttachFile:
     """What others need in order to attach to a world."""
     return AttachFile(
         engine=spec.engine,
+        transport=spec.transport,
         address=start.address,
         watcher_address=start.watcher_address,
         key=spec.key.hex(),
@@ -239,7 +240,8 @@ def _merged_liveness(content: AttachFile, settings: Settings) -> LivenessSetting
     """The engine's own, over which goes what was set on this side."""
     set_here = {key.partition(".")[2] for key in settings.origins if key.startswith("liveness.")}
     own = {key: value for key, value in msgspec.to_builtins(settings.liveness).items() if key in set_here}
-    return convert_options(LivenessSettings, {**content.liveness, **own}, "liveness")
+    known = {key: value for key, value in content.liveness.items() if key in LivenessSettings.__struct_fields__}
+    return convert_options(LivenessSettings, {**known, **own}, "liveness")
 
 
 def _check_pair(transport: type[Transport], launcher: type[Launcher], registry: Registry) -> None:
