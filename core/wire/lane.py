@@ -167,6 +167,8 @@ class Receiver:
     def __init__(self, settings: WireSettings, counters: Counter[str]) -> None:
         self.settings = settings
         self.counters = counters
+        # A sender whose window is smaller than that would wait for the delay each time.
+        self._ack_every_frames = max(1, min(settings.ack_every_frames, settings.window_frames // 2))
         self.taken = self.ack = 0
         self.gap = False
         self._told = 0
@@ -207,7 +209,7 @@ class Receiver:
     def is_ack_due(self, now: float) -> bool:
         """Whether a frame should be sent for the acknowledgement alone."""
         owed = self.ack - self._told
-        if owed and (owed >= self.settings.ack_every_frames or (self._ack_at is not None and now >= self._ack_at)):
+        if owed and (owed >= self._ack_every_frames or (self._ack_at is not None and now >= self._ack_at)):
             return True
         return self.urgent
 
