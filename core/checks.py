@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -55,6 +55,7 @@ class Checks:
         if sampling is not self._good:
             sampling.check()
             _check_supported(sampling, _SAMPLING_FIELDS, info)
+            _check_vocabulary("stop_token_ids", sampling.stop_token_ids, info)
             self._good = sampling
         _check_supported(request, _REQUEST_FIELDS, info)
         _check_prompt(request.prompt_token_ids, info)
@@ -76,10 +77,13 @@ def _check_supported(struct: msgspec.Struct, fields: tuple[tuple[str, Any], ...]
 def _check_prompt(prompt: TokenIds, info: EngineInfo) -> None:
     if not len(prompt):
         raise RequestError("prompt_token_ids is empty; at least one token is needed", field="prompt_token_ids")
-    if info.vocab_size is not None and (largest := max(prompt.view)) >= info.vocab_size:
+    _check_vocabulary("prompt_token_ids", prompt.view, info)
+
+
+def _check_vocabulary(field: str, token_ids: Sequence[int] | memoryview, info: EngineInfo) -> None:
+    if info.vocab_size is not None and (largest := max(token_ids, default=0)) >= info.vocab_size:
         raise RequestError(
-            f"prompt_token_ids has the token id {largest}, and the vocabulary ends at {info.vocab_size - 1}",
-            field="prompt_token_ids",
+            f"{field} has the token id {largest}, and the vocabulary ends at {info.vocab_size - 1}", field=field
         )
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import contextlib
 import os
 import weakref
 from collections.abc import Mapping, Sequence
@@ -21,7 +20,6 @@ from tllm_core.contracts.messages import (
     GenerationRequest,
     IterationStats,
     Plain,
-    SamplingParams,
     TokenIds,
 )
 from tllm_core.errors import ConfigError, ControlError, ExecutorClosedError, Overloaded, TllmError
@@ -30,6 +28,7 @@ from tllm_core.ledger.ledger import Call
 from tllm_core.ledger.result import GenerationResult
 from tllm_core.ledger.waiting import Deadline, ThreadWaiter, async_waiter
 from tllm_core.plan import OnPhase, Plan, ticket_for, wait_ready
+from tllm_core.prompts import Params, is_one_prompt, many_prompts, per_prompt
 from tllm_core.wire.link import FrontendLink
 from tllm_core.wire.liveness import Liveness
 
@@ -206,7 +205,7 @@ class GenerationExecutor:
     def generate_async(
         self,
         prompt_token_ids: Prompt,
-        sampling_params: SamplingParams | None = None,
+        sampling_params: Params = None,
         *,
         streaming: bool = True,
         timeout_s: float | None = None,
@@ -231,30 +230,26 @@ class GenerationExecutor:
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],
-        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        sampling_params: Params | Sequence[Params] = None,
         **options: Any,
     ) -> GenerationResult | list[GenerationResult]:
         """Submits all, as room appears, and waits in order. One prompt gives one result, a list gives a list, `[]` gives `[]`.
 
         The first error is raised, and what is still running is then aborted. `options` are those of `generate_async`.
         """
-        if _is_one_prompt(prompts):
-            return self._submit_patiently(prompts, _one(sampling_params), options).result()  # type: ignore[arg-type]
-        many: Sequence[Prompt] = prompts  # type: ignore[assignment]
-        params = _per_prompt(sampling_params, len(many))
+        many = [prompts] if (one := is_one_prompt(prompts)) else many_prompts(prompts)
         results: list[GenerationResult] = []
         try:
-            for prompt, param in zip(many, params, strict=True):
-                results.append(self._submit_patiently(prompt, param, options))
-            return [result.result() for result in results]
+            for prompt, params in zip(many, per_prompt(sampling_params, len(many)), strict=True):
+                results.append(self._submit_patiently(prompt, params, options))
+            ended = [result.result() for result in results]
+            return ended[0] if one else ended
         except BaseException:
             for result in results:
                 result.abort()
             raise
 
-    def _submit_patiently(
-        self, prompt: Prompt, params: SamplingParams | None, options: Mapping[str, Any]
-    ) -> GenerationResult:
+    def _submit_patiently(self, prompt: Prompt, params: Params, options: Mapping[str, Any]) -> GenerationResult:
         while True:
             try:
                 return self.generate_async(prompt, params, streaming=False, **options)
@@ -267,8 +262,8 @@ class GenerationExecutor:
 
     def abort(self, client_id: int) -> None:
         """Ends one request with finish reason "abort", here at once and in the engine; a quiet no-op if it has ended."""
-        if os.getpid() == self._pid:
-            self._frontend.abort(client_id)
+        self._check_process()
+        self._frontend.abort(client_id)
 
     def abort_all(self) -> None:
         """Ends every request of this executor."""
@@ -328,6 +323,8 @@ class GenerationExecutor:
         frontend = self._frontend
         closed = frontend.ledger.closed
         error = frontend.verdict or (None if closed is None else closed.error)
+        if os.getpid() != self._pid:
+            error = _foreign()
         state: Literal["ready", "dead", "closed"] = "ready"
         if error is not None:
             state = "closed" if isinstance(error, ExecutorClosedError) else "dead"
@@ -411,29 +408,8 @@ def _overrides(choices: Mapping[str, tuple[str | None, Mapping[str, Any] | None]
     return overrides
 
 
-# ------------------------------------------------------------------------------------------------------- prompts
-
-
-def _is_one_prompt(prompts: object) -> bool:
-    if isinstance(prompts, TokenIds):
-        return True
-    with contextlib.suppress(TypeError):
-        return memoryview(prompts).ndim == 1  # type: ignore[arg-type]
-    return isinstance(prompts, Sequence) and bool(prompts) and hasattr(prompts[0], "__index__")
-
-
-def _one(params: SamplingParams | Sequence[SamplingParams] | None) -> SamplingParams | None:
-    if params is None or isinstance(params, SamplingParams):
-        return params
-    return _per_prompt(params, 1)[0]
-
-
-def _per_prompt(params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams | None]:
-    if params is None or isinstance(params, SamplingParams):
-        return [params] * count
-    if len(params) != count:
-        raise ConfigError(f"there are {len(params)} sampling_params for {count} prompts; give one for all, or one each")
-    return list(params)
+def _foreign() -> ExecutorClosedError:
+    return ExecutorClosedError("this executor belongs to the process that this one was forked from; create one here")
 
 
 def _values(call: Call) -> list[Plain]:

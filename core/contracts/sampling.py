@@ -38,6 +38,8 @@ class SamplingParams(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     prompt_logprobs: int | None = None
 
     def __post_init__(self) -> None:
+        if isinstance(stop := getattr(self, "stop"), str):  # noqa: B009 - the declared type is what it becomes here
+            force_setattr(self, "stop", (stop,))
         for name in ("stop", "stop_token_ids"):  # a caller's list could change after it was checked
             if isinstance(value := getattr(self, name), list):
                 force_setattr(self, name, tuple(value))

@@ -319,6 +319,8 @@ class GenerationResult:
     def abort(self) -> None:
         """Ends the request at once, here and in the engine; a quiet no-op where it has ended."""
         self._executor.abort(self.client_id)
+        if self.aborted():  # whoever aborts wants to see it, and not only at the next update
+            self._read()
 
     def __enter__(self) -> Self:
         return self
@@ -332,6 +334,9 @@ class GenerationResult:
         box = getattr(self, "mailbox", None)
         if box is not None and box.outcome is None:
             self._executor.drop(box.client_id)  # only an append: this may run inside any lock
+
+    def __hash__(self) -> int:
+        return self.client_id
 
     def __repr__(self) -> str:
         state = "running" if self.mailbox.outcome is None else self.mailbox.outcome.reason

@@ -19,15 +19,13 @@ from tllm_core.llm.crowd import Crowd
 from tllm_core.llm.output import RequestOutput
 from tllm_core.llm.prompts import (
     Conversation,
-    Params,
     Prompt,
     check_options,
     encode,
     is_one_conversation,
-    is_one_prompt,
-    per_prompt,
 )
 from tllm_core.plan import OnPhase
+from tllm_core.prompts import Params, is_one_prompt, many_prompts, per_prompt
 from tllm_core.text import Tokenizer, Vocabulary, as_tokenizer, render_chat, sequences_of
 
 DEFAULT_ENGINE = "tp"
@@ -170,7 +168,7 @@ class LLM:
 
         The first error is raised, and what is still running is then aborted. `options` are those of `generate_async`.
         """
-        many: list[Any] = [prompts] if (one := is_one_prompt(prompts)) else list(prompts)
+        many: list[Any] = [prompts] if (one := is_one_prompt(prompts)) else many_prompts(prompts)
         outputs = self._all(many, self._encode, sampling_params, options)
         return outputs[0] if one else outputs
 

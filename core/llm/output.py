@@ -282,6 +282,7 @@ class RequestOutput:
         """Ends the request at once, here and in the engine; a quiet no-op where it has ended."""
         if not self._check(self._at_end):
             self._result.abort()
+            self._check(self._at_end)
 
     def __enter__(self) -> Self:
         return self

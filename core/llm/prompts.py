@@ -2,29 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
-from tllm_core.contracts.messages import SamplingParams, TokenIds
+from tllm_core.contracts.messages import TokenIds
 from tllm_core.errors import RequestError
 from tllm_core.text import Message, Tokenizer
 
 Prompt: TypeAlias = str | TokenIds | Sequence[int]
 Conversation: TypeAlias = Sequence[Message]
-Params: TypeAlias = SamplingParams | Mapping[str, Any] | None
 
 OPTIONS = ("timeout_s", "priority", "cache_salt", "trace_context", "extra")
 """The fields of GenerationRequest that are given as keywords."""
-
-
-def is_one_prompt(prompts: object) -> bool:
-    """Text or the ids of one prompt, as against a sequence of prompts."""
-    if isinstance(prompts, str | TokenIds):
-        return True
-    with contextlib.suppress(TypeError):
-        return memoryview(prompts).ndim == 1  # type: ignore[arg-type]
-    return isinstance(prompts, Sequence) and bool(prompts) and hasattr(prompts[0], "__index__")
 
 
 def is_one_conversation(messages: object) -> bool:
@@ -37,23 +26,6 @@ def check_options(options: Mapping[str, object]) -> None:
     for name in options:
         if name not in OPTIONS:
             raise RequestError(f"{name} is no option of a request; there are: {', '.join(OPTIONS)}", field=name)
-
-
-def per_prompt(params: Params | Sequence[Params], count: int) -> Sequence[Params]:
-    """One set of parameters for each of `count` prompts. Raises RequestError where the numbers differ."""
-    if params is None or isinstance(params, SamplingParams | Mapping):
-        return [params] * count
-    if not isinstance(params, list | tuple):
-        raise RequestError(
-            f"sampling_params must be SamplingParams, or one for each prompt, not {type(params).__name__}",
-            field="sampling_params",
-        )
-    if len(params) != count:
-        raise RequestError(
-            f"there are {len(params)} sampling_params for {count} prompts; give one for all, or one each",
-            field="sampling_params",
-        )
-    return params
 
 
 def encode(tokenizer: Tokenizer, text: str, *, add_special_tokens: bool = True) -> TokenIds:

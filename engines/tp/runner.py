@@ -94,16 +94,23 @@ class Runner:
     def _allocate(self, dtype: torch.dtype) -> None:
         config, block_size = self.config, self.settings.block_size
         row = config.num_kv_heads * config.head_dim * dtype.itemsize
-        self.num_blocks = self.settings.num_blocks or self._fitting_blocks(2 * config.num_layers * block_size * row)
-        self._attention = TorchAttention(
-            num_layers=config.num_layers,
-            num_blocks=self.num_blocks,
-            block_size=block_size,
-            num_kv_heads=config.num_kv_heads,
-            head_dim=config.head_dim,
-            dtype=dtype,
-            device=self.device,
-        )
+        block_bytes = 2 * config.num_layers * block_size * row
+        self.num_blocks = self.settings.num_blocks or self._fitting_blocks(block_bytes)
+        try:
+            self._attention = TorchAttention(
+                num_layers=config.num_layers,
+                num_blocks=self.num_blocks,
+                block_size=block_size,
+                num_kv_heads=config.num_kv_heads,
+                head_dim=config.head_dim,
+                dtype=dtype,
+                device=self.device,
+            )
+        except (RuntimeError, OSError, MemoryError) as error:
+            raise ConfigError(
+                f"no room for the KV cache: {self.num_blocks} blocks take {self.num_blocks * block_bytes >> 20} MiB, and"
+                f" {available_bytes(self.device) >> 20} MiB are free; set num_blocks lower, or leave it out"
+            ) from error
 
     def _fitting_blocks(self, block_bytes: int) -> int:
         """As many blocks as the share of free memory holds, but no more than all sequences at full length need."""

@@ -160,6 +160,7 @@ def test_logprobs_are_aligned_with_tokens(executor: GenerationExecutor) -> None:
         ([1], SamplingParams(n=0), "n"),
         ([1], SamplingParams(stop_token_ids=(-5,)), "stop_token_ids"),
         ([1], SamplingParams(min_tokens=5, max_tokens=4), "min_tokens"),
+        ([1], SamplingParams(stop_token_ids=(32000,)), "stop_token_ids"),
     ],
 )
 def test_bad_input_is_refused_here_by_name(
@@ -170,6 +171,29 @@ def test_bad_input_is_refused_here_by_name(
     assert caught.value.field == field
     assert len(executor._frontend.ledger) == 0
     assert executor.check_health()
+
+
+@pytest.mark.parametrize("prompts", [None, 5, {"prompt": [1]}, b"\x01", "text", [None], [[1], "text"]])
+def test_odd_shapes_are_refused_by_name(executor: GenerationExecutor, prompts: Any) -> None:
+    with pytest.raises(RequestError) as caught:
+        executor.generate(prompts, SamplingParams(max_tokens=1))
+    assert caught.value.field in ("prompts", "prompt_token_ids")
+    assert executor.health().in_flight == 0
+
+
+def test_prompts_may_be_any_iterable_and_parameters_a_mapping(executor: GenerationExecutor) -> None:
+    results = executor.generate(((i, 1) for i in range(3)), {"max_tokens": 2})  # type: ignore[arg-type]
+    assert isinstance(results, list)
+    assert [r.outputs[0].token_ids for r in results] == [expected_tokens([i, 1], 2) for i in range(3)]
+
+
+def test_who_aborts_sees_the_end_at_once(slow: GenerationExecutor) -> None:
+    result = slow.generate_async([1, 2], SamplingParams(max_tokens=4000))
+    next(result)
+    result.abort()
+    assert result.finished
+    assert result.outputs[0].finish_reason == "abort"
+    assert hash(result) == result.client_id
 
 
 def test_a_limit_error_names_both_numbers(executor: GenerationExecutor) -> None:
@@ -330,12 +354,14 @@ class TestProcesses:
         with self.spawned() as executor:
             pid = os.fork()
             if pid == 0:
-                try:
-                    executor.generate_async([1])
-                except ExecutorClosedError:
-                    executor.shutdown()
-                    os._exit(42)
-                os._exit(1)
+                refused = []
+                for call in (lambda: executor.generate_async([1]), lambda: executor.abort(1), executor.stats):
+                    try:
+                        call()
+                    except ExecutorClosedError:
+                        refused.append(call)
+                executor.shutdown()
+                os._exit(42 if len(refused) == 3 and not executor.check_health() else 1)
             assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 42
             assert executor.generate([1], SamplingParams(max_tokens=2))
             assert executor.check_health()

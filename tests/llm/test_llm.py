@@ -151,7 +151,6 @@ def test_a_malformed_message_is_a_request_error(llm: LLM) -> None:
         ("\ud800", None, "prompt"),
         (5, None, "prompt_token_ids"),
         ("fox", SamplingParams(stop=("",)), "stop"),
-        ("fox", SamplingParams(stop="x"), "stop"),  # type: ignore[arg-type]
         ("fox", {"maximum": 3}, "maximum"),
         ("fox", SamplingParams(max_tokens=10**6), "max_tokens"),
     ],
@@ -230,3 +229,12 @@ def test_the_configs_engine_goes_before_the_default(tmp_path: Path) -> None:
         assert llm.executor.info.vocab_size == 77
     with pytest.raises(ConfigError, match="model"):
         LLM("some-model", config=config)
+
+
+def test_one_stop_string_needs_no_tuple() -> None:
+    assert SamplingParams(stop="x") == SamplingParams(stop=("x",))  # type: ignore[arg-type]
+
+
+def test_a_mapping_is_no_sequence_of_prompts(llm: LLM) -> None:
+    with pytest.raises(RequestError, match="prompts must be"):
+        llm.generate({"prompt": "hi"})  # type: ignore[call-overload]
