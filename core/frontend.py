@@ -135,6 +135,8 @@ class Frontend:
 
     def rank_state(self, rank: int) -> str:
         """ "running", "stopped" or "gone" as of the last beat; "unknown" where nothing beats."""
+        if self._closed.is_set() and self.world is not None and self.world.owned:
+            return "gone"
         beat = self.last_beat
         return "unknown" if beat is None or rank >= len(beat.states) else beat.states[rank].name.lower()
 
