@@ -12,11 +12,11 @@ from tllm_core import frontend as frontend_module
 from tllm_core.contracts.messages import Introduce
 
 from . import invariants
+from .callers import CALLS
 from .engines import SENTINEL_S, EngineProcess
 from .faults import FAULTS
-from .frontends import FrontendProcess, Ticket
+from .frontends import FrontendProcess
 from .links import Lane
-from .model import DEADLY, FAILING, REJECTED, WELL
 from .network import Network
 from .settings import ScheduleSettings, draw
 from .timeline import Process, Timeline
@@ -45,13 +45,13 @@ class Simulation:
         self.lanes: dict[int, Lane] = {}
         self.engines: list[EngineProcess] = []
         self.frontends: list[FrontendProcess] = []
-        self.touched: set[Process] = set()
+        self.touched: dict[Process, None] = {}
         self.generations = self.nested = 0
         self._numbers = 0
         self.mended = False
         self._watched: dict[object, tuple[int, Callable[[], None]]] = {}
         self.may_expel = self._may_expel()
-        self.touch = self.touched.add
+        self.touch = self.touched.setdefault
 
     def _may_expel(self) -> bool:
         """Bounds so tight that an engine may give up a frontend which does all it can."""
@@ -162,14 +162,14 @@ class Simulation:
         fault = self.dice.choice(FAULTS)
         self.trace("fault: %s", fault.__name__)
         fault(self)
-        self.touched.update(self.frontends)
+        self.touched.update(dict.fromkeys(self.frontends))
 
     def _call(self) -> None:
         serving = [process for process in self.frontends if process.serves]
         if not serving:
             return
         process = self.dice.choice(serving)
-        self.touched.add(process)
+        self.touch(process)
         action = self.dice.choice(CALLS)
         action(self, process)
         self._read_some(process)
@@ -245,78 +245,3 @@ def virtual_clock(timeline: Timeline) -> Iterator[None]:
         yield
     finally:
         frontend_module.time = real
-
-
-# ------------------------------------------------------------------------------------------------ what callers do
-
-
-def submit(sim: Simulation, process: FrontendProcess) -> None:
-    roll = sim.dice.random()
-    kind = WELL if roll < 0.85 else REJECTED if roll < 0.92 else FAILING if roll < 0.995 else DEADLY
-    process.submit(kind)
-
-
-def submit_many(sim: Simulation, process: FrontendProcess) -> None:
-    for _ in range(sim.dice.randrange(2, 6)):
-        submit(sim, process)
-
-
-def abort_one(sim: Simulation, process: FrontendProcess) -> None:
-    if process.open_tickets:
-        ticket = sim.dice.choice(process.open_tickets)
-        if ticket.box.outcome is None:
-            process.abort(ticket)
-            process.frontend.abort(ticket.box.client_id)  # twice is a quiet no-op
-
-
-def abort_young(sim: Simulation, process: FrontendProcess) -> None:
-    """At once after its submit: it must not overtake it."""
-    ticket: Ticket | None = process.submit()
-    if ticket is not None and ticket.box.outcome is None:
-        process.abort(ticket)
-
-
-def abort_unknown(sim: Simulation, process: FrontendProcess) -> None:
-    """I6: a quiet no-op."""
-    sent = process.port.sent
-    client_id = process.ended[-1].box.client_id if process.ended else 12345
-    process.frontend.abort(client_id)
-    if process.port.sent != sent:
-        raise Violation("I6", "the abort of a request that had ended was sent")
-
-
-def abort_all(sim: Simulation, process: FrontendProcess) -> None:
-    for ticket in process.open_tickets:
-        if ticket.box.outcome is None:
-            process.abort(ticket)
-
-
-def lose_consumer(sim: Simulation, process: FrontendProcess) -> None:
-    if process.open_tickets:
-        process.lose_consumer(sim.dice.choice(process.open_tickets))
-
-
-def control(sim: Simulation, process: FrontendProcess) -> None:
-    process.call(sim.dice.choice(("echo", "fail", "stats", "unknown")))
-
-
-def leave(sim: Simulation, process: FrontendProcess) -> None:
-    """A frontend leaves, and perhaps another comes; only rarely the owner, which ends the world."""
-    if process.owner and sim.dice.random() < 0.9:
-        return
-    process.close()
-    if not process.owner and sim.chance(0.7):
-        sim.start_frontend()
-
-
-CALLS = (
-    *(submit,) * 8,
-    *(submit_many,) * 4,
-    *(abort_one,) * 3,
-    abort_young,
-    abort_unknown,
-    abort_all,
-    lose_consumer,
-    control,
-    leave,
-)

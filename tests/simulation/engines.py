@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from msgspec.structs import replace
 
 from tllm_core.contracts.interfaces import Beaten, Exited, Failed, World, WorldEvent
-from tllm_core.contracts.messages import Beat, Obituary, RankState, Stopping
+from tllm_core.contracts.messages import Abort, Beat, Obituary, RankState, Stopping
 from tllm_core.wire.liveness import Liveness
 from tllm_core.world.words import failed_of
 from tllm_core.world.worker import Worker
@@ -19,6 +19,7 @@ from .links import SimEngineLink
 from .model import INFO, Model
 from .network import EnginePort
 from .timeline import GRAIN_S, NEVER, Actor, Blocked, Process
+from .violation import Violation
 
 if TYPE_CHECKING:
     from .composition import Simulation
@@ -124,10 +125,19 @@ class EngineProcess(Process):
         except Exception as error:
             self._fail(error)
             return
+        self._check_aborts()
         if self.worker._stopping:
             self._run_out()
         else:
             self.actor.wake(self.timeline.now + (self.sim.settings.step_s if self.worker._again else TURN_S))
+
+    def _check_aborts(self) -> None:
+        """I8: an abort that was read has freed what its request held."""
+        for session, message in self.link.in_hand:
+            if isinstance(message, Abort):
+                outbox = self.worker._outboxes.get(session)
+                if outbox is not None and message.client_id in outbox.requests:
+                    raise Violation("I8", f"{self.name} goes on with request {message.client_id} after its abort")
 
     def _fail(self, error: Exception) -> None:
         """The loop's end in `Worker.run`, then what the rank does with it."""
@@ -272,4 +282,3 @@ class WatcherProcess(Process):
         if not self._leaving:
             self.engine.world.put(Failed("the engine's watcher was killed", exitcode=-9))
             self.engine.world.put(Exited(False, "the engine's watcher was killed", exitcode=-9))
-

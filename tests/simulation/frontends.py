@@ -16,16 +16,17 @@ from tllm_core.errors import (
     TransportError,
 )
 from tllm_core.frontend import DRAIN_S, Frontend
-from tllm_core.ledger.ledger import Call, Effects, Mailbox, Outcome
+from tllm_core.ledger.ledger import Call, Effects, Outcome
 from tllm_core.ledger.result import GenerationResult
 from tllm_core.wire.liveness import Liveness
 from tllm_core.world.attached import AttachedWorld
 
-from .engines import OWNER, EngineProcess
 from . import invariants
+from .engines import OWNER, EngineProcess
 from .links import SimFrontendLink
 from .network import FrontendPort, Path
-from .timeline import GRAIN_S, Actor, Blocked, Process
+from .tickets import SimEvent, Ticket
+from .timeline import Actor, Process
 from .violation import Violation
 
 if TYPE_CHECKING:
@@ -33,59 +34,6 @@ if TYPE_CHECKING:
 
 OPEN_S = 1.5
 SAMPLING = {n: SamplingParams(n=n, max_tokens=8) for n in (1, 2, 3)}
-
-
-class SimEvent:
-    """A threading.Event on which an actor waits."""
-
-    def __init__(self, sim: Simulation) -> None:
-        self._sim, self._set = sim, False
-        self._until: float | None = None
-
-    def set(self) -> None:
-        self._set = True
-
-    def is_set(self) -> bool:
-        return self._set
-
-    def wait(self, timeout: float) -> bool:
-        now = self._sim.timeline.now
-        if self._until is None:
-            self._until = now + timeout
-        if now < self._until and not self._set:
-            raise Blocked(self._until + GRAIN_S)
-        self._until = None
-        return self._set
-
-
-class Ticket:
-    """One submitted request, and how much of its result was checked."""
-
-    __slots__ = (
-        "abort_asked",
-        "box",
-        "checked",
-        "length",
-        "lost_at",
-        "n",
-        "number",
-        "outcome",
-        "result",
-        "rows_left",
-        "submitted_at",
-        "timeout_s",
-    )
-
-    def __init__(self, number: int, n: int, length: int, timeout_s: float | None, submitted_at: float) -> None:
-        self.number, self.n, self.length, self.timeout_s = number, n, length, timeout_s
-        self.submitted_at = submitted_at
-        self.box: Mailbox | None = None
-        self.result: GenerationResult | None = None
-        self.outcome: Outcome | None = None
-        self.abort_asked = False
-        self.lost_at: float | None = None
-        self.checked = [0] * n
-        self.rows_left = 0
 
 
 class SimFrontend(Frontend):
@@ -350,4 +298,3 @@ class FrontendProcess(Process):
 
     def judge_verdict(self, error: TllmError) -> None:
         invariants.judge_verdict(self, error)
-

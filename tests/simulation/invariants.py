@@ -17,7 +17,8 @@ from tllm_core.errors import (
 from tllm_core.ledger.ledger import Outcome
 
 from .engines import EngineProcess
-from .frontends import FrontendProcess, Ticket
+from .frontends import FrontendProcess
+from .tickets import Ticket
 from .timeline import Process
 from .violation import Violation
 
@@ -136,8 +137,9 @@ def lane_is_bounded(sim: Simulation, process: Process) -> None:
         if session is not None:
             sender = session.lane.sender
             sender_is_bounded(sim, process.name, sender)
-            waiting = process.link.lane.up[sender.sent :] if process.link.lane is not None else ()
-            backlog_is_bounded(sim, process.name, sum(name in PATIENT for name, _ in waiting))
+            if sender.sent < sender.last and process.link.lane is not None:
+                waiting = process.link.lane.up[sender.sent :]
+                backlog_is_bounded(sim, process.name, sum(name in PATIENT for name, _ in waiting))
         return
     sessions = process.link._sessions
     for number, attached in sessions.table.items():
@@ -201,7 +203,9 @@ def read(sim: Simulation, process: FrontendProcess, ticket: Ticket) -> None:
             raise Violation("I2", f"request {ticket.number}/{output.index} got {tokens} of {produced}")
         ticket.checked[output.index] = len(tokens)
         if output.finish_reason in FINISHED and len(tokens) != ticket.length:
-            raise Violation("I2", f"request {ticket.number}/{output.index} finished with {len(tokens)} of {ticket.length}")
+            raise Violation(
+                "I2", f"request {ticket.number}/{output.index} finished with {len(tokens)} of {ticket.length}"
+            )
 
 
 def judge_verdict(process: FrontendProcess, error: TllmError) -> None:
@@ -296,7 +300,12 @@ def sessions_are_gone_but_the_owners(sim: Simulation) -> None:
         if engine.alive:
             sessions = engine.link._sessions
             owners = sum(process.owner and process.serves and process.engine is engine for process in sim.frontends)
-            table = len(sessions.table), len(sessions._ids._used), len(engine.worker._outboxes), len(sessions._half_open)
+            table = (
+                len(sessions.table),
+                len(sessions._ids._used),
+                len(engine.worker._outboxes),
+                len(sessions._half_open),
+            )
             if max(table[:3]) > owners or table[3]:
                 raise Violation("I8", f"{engine.name} still has sessions, ids, outboxes, half-open: {table}")
 

@@ -176,7 +176,7 @@ class SimEngineLink(_Resumable, EngineLink):
         self._sessions._liveness = liveness
         self._sessions._random = rng.randbytes
         self._offer, self._sessions.offer = self._sessions.offer, self._log_offer
-        self._in_hand: list[tuple[int, UpMessage]] = []
+        self.in_hand: list[tuple[int, UpMessage]] = []
         self._flush_until: float | None = None
         self.ended = 0
         self.leaving = False
@@ -202,9 +202,9 @@ class SimEngineLink(_Resumable, EngineLink):
         return messages
 
     def _act_upon(self) -> None:
-        for session, _ in self._in_hand:
+        for session, _ in self.in_hand:
             self._lane(session).heard_up += 1
-        self._in_hand.clear()
+        self.in_hand.clear()
 
     def _check_order(self, messages: Sequence[tuple[int, UpMessage]]) -> None:
         ahead: dict[int, int] = {}
@@ -220,7 +220,7 @@ class SimEngineLink(_Resumable, EngineLink):
             if at >= len(lane.up) or lane.up[at] != name_of(message):
                 raise Violation("I6", f"session {session:x}: message {at + 1} is {name_of(message)}, out of turn")
             ahead[session] = ahead.get(session, 0) + 1
-            self._in_hand.append((session, message))
+            self.in_hand.append((session, message))
 
     def _inspect(self, frame: Frame) -> None:
         session, ack = ack_of(frame)
@@ -234,7 +234,7 @@ class SimEngineLink(_Resumable, EngineLink):
 
     def close(self, flush_s: float = 1.0) -> None:
         """Resumable: the port stays open until all is flushed, and what comes meanwhile falls to nobody."""
-        self._in_hand.clear()
+        self.in_hand.clear()
         if self._flush_until is None:
             self.leaving = True
             self._flush_until = self._clock() + flush_s

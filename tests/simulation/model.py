@@ -72,15 +72,15 @@ class Model(Engine):
 
     def _advance(self, request_id: int, request: EngineRequest) -> list[Output]:
         number, kind, length = request.prompt_token_ids
-        outputs = []
-        for index in range(request.sampling.n):
-            if (number, index) not in self.finished:
-                outputs.append(self._grow(request_id, number, index, length))
+        indexes = range(request.sampling.n)
+        outputs = [
+            self._grow(request_id, number, index, length) for index in indexes if (number, index) not in self.finished
+        ]
         if kind == FAILING and len(self.produced[number, 0]) * 2 >= length:
             self.failed.add(number)
             outputs.append(Output(request_id=request_id, error=ErrorReport("the simulated engine failed it")))
             del self.live[request_id]
-        elif all((number, index) in self.finished for index in range(request.sampling.n)):
+        elif all((number, index) in self.finished for index in indexes):
             del self.live[request_id]
         return outputs
 

@@ -206,7 +206,9 @@ def backlog_that_forgets_order() -> Patches:
 
 def duplicate_accepted() -> Patches:
     take = Receiver.take
-    yield patch.object(Receiver, "take", lambda self, sequence, now: take(self, sequence, now) or sequence <= self.taken)
+    yield patch.object(
+        Receiver, "take", lambda self, sequence, now: take(self, sequence, now) or sequence <= self.taken
+    )
 
 
 def gap_accepted() -> Patches:
@@ -398,40 +400,40 @@ def outcome_replaced_by_the_sweep() -> Patches:
 
 
 MUTATIONS: tuple[Mutation, ...] = (
-    Mutation("I1", 0, send_before_register),
-    Mutation("I4", 0, register_not_atomic_with_the_dead_flag),
+    Mutation("I1", 21, send_before_register),
+    Mutation("I4", 47, register_not_atomic_with_the_dead_flag),
     Mutation("I4", 0, sweep_without_stickiness),
-    Mutation("I4", 0, sweep_that_forgets_calls),
-    Mutation("I4", 0, first_cause_not_kept),
-    Mutation("I4", 0, sweep_before_draining),
+    Mutation("I4", 138, sweep_that_forgets_calls),
+    Mutation("I4", 2, first_cause_not_kept),
+    Mutation("I4", 104, sweep_before_draining),
     Mutation("I4", 0, ack_before_deliver),
     Mutation("I8", 0, withdraw_that_forgets),
     Mutation("I3", 0, late_rows_delivered),
     Mutation("I1", 0, outcome_replaced_by_the_sweep),
     Mutation("I1", 0, abort_not_settled_locally),
-    Mutation("I5", 0, death_told_as_a_request_error),
+    Mutation("I5", 2, death_told_as_a_request_error),
     Mutation("I8", 0, dropped_results_kept),
     Mutation("I6", 0, abort_on_a_lane_of_its_own),
     Mutation("I6", 0, backlog_that_forgets_order),
     Mutation("I6", 0, duplicate_accepted),
-    Mutation("I6", 0, gap_accepted),
+    Mutation("I6", 23, gap_accepted),
     Mutation("I10", 0, window_unbounded),
     Mutation("I10", 0, backlog_unbounded),
-    Mutation("I10", 0, half_open_unbounded),
-    Mutation("I1", 0, nothing_resent_after_a_reconnect),
+    Mutation("I10", 10, half_open_unbounded),
+    Mutation("I1", 14, nothing_resent_after_a_reconnect),
     Mutation("I8", 0, acknowledged_frames_kept),
-    Mutation("I9", 0, session_resumed_after_restart),
-    Mutation("I9", 0, generation_not_checked),
-    Mutation("I9", 0, direction_not_checked),
-    Mutation("I9", 0, mac_not_checked),
-    Mutation("I9", 0, beat_accepted_twice),
-    Mutation("I1", 0, expelled_session_still_served),
-    Mutation("I8", 0, silent_frontends_kept),
-    Mutation("I11", 0, deadline_judged_on_a_stale_path),
-    Mutation("I11", 0, frozen_frontend_declares_death),
-    Mutation("I12", 0, silence_never_over),
-    Mutation("I12", 0, stopped_ranks_ignored),
-    Mutation("I2", 0, parked_rows_replaced),
-    Mutation("I2", 0, parked_rows_overtaken),
-    Mutation("I8", 0, aborted_requests_run_on),
+    Mutation("I9", 193, session_resumed_after_restart),
+    Mutation("I9", 22, generation_not_checked),
+    Mutation("I9", 128, direction_not_checked),
+    Mutation("I9", 450, mac_not_checked),
+    Mutation("I9", 300, beat_accepted_twice),
+    Mutation("I1", 282, expelled_session_still_served),
+    Mutation("I8", 13, silent_frontends_kept),
+    Mutation("I11", 14, deadline_judged_on_a_stale_path),
+    Mutation("I11", 199, frozen_frontend_declares_death),
+    Mutation("I12", 8, silence_never_over),
+    Mutation("I12", 48, stopped_ranks_ignored),
+    Mutation("I2", 3, parked_rows_replaced),
+    Mutation("I2", 4, parked_rows_overtaken),
+    Mutation("I8", 12, aborted_requests_run_on),
 )

@@ -38,7 +38,7 @@ class Weather(Struct, kw_only=True):
 class Line:
     """One direction of one path."""
 
-    __slots__ = ("calm", "down", "epoch", "held", "network", "stuck", "target", "tail_at")
+    __slots__ = ("calm", "down", "epoch", "held", "network", "stuck", "tail_at", "target")
 
     def __init__(self, network: Network, target: Callable[[], Port | None], calm: float) -> None:
         self.network, self.target, self.calm = network, target, calm

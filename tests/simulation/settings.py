@@ -14,7 +14,9 @@ from .network import Weather
 
 
 class ScheduleSettings(Struct, kw_only=True):
-    """`same_host`: the engine sees the end of frontends' processes. `calls`: what frontends' callers do. `faults`: how many things go wrong. `active_s`: how long before all is mended."""
+    """`same_host`: the engine sees the end of frontends' processes. `attached`: frontends beside the owner. `calls`: what
+    frontends' callers do. `faults`: how many things go wrong, within `active_s`. `step_s`: what an engine step takes.
+    """
 
     by_reference: bool
     same_host: bool

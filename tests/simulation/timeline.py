@@ -92,7 +92,7 @@ class Actor:
 
     __slots__ = ("_at", "_running", "ends", "process", "touch", "turn")
 
-    def __init__(self, process: Process, turn: Callable[[], None], touch: Callable[[Process], None]) -> None:
+    def __init__(self, process: Process, turn: Callable[[], None], touch: Callable[[Process], object]) -> None:
         self.process, self.turn, self.touch = process, turn, touch
         self._at = NEVER
         self._running = self.ends = False
