@@ -65,17 +65,12 @@ class Trace:
         self.mark, self.directory = mark, directory
         self._descriptors = len(os.listdir("/proc/self/fd"))
         self._shm = set(os.listdir("/dev/shm"))
-        self._forgiven: tuple[str, ...] = ()
 
     def processes(self) -> dict[int, str]:
         return marked(self.mark)
 
     def files(self) -> list[str]:
         return [path.name for path in self.directory.rglob("*") if not path.is_dir()]
-
-    def forgive_files(self) -> None:
-        """For worlds whose watcher was killed: nobody removes its sockets and locks before the next start."""
-        self._forgiven = (".sock", ".lock")
 
     def until_gone(self, timeout: float = 30.0) -> None:
         until(lambda: not self.processes(), f"no process survives: {self.processes()}", timeout)
@@ -84,7 +79,7 @@ class Trace:
         self.until_gone()
         until(lambda: not threads_of_ours(), f"no thread survives: {threads_of_ours()}", 10)
         until(lambda: len(os.listdir("/proc/self/fd")) <= self._descriptors, "no descriptor survives", 10)
-        assert [name for name in self.files() if not name.endswith(self._forgiven or "\0")] == []
+        assert self.files() == []
         assert [name for name in set(os.listdir("/dev/shm")) - self._shm if "tllm" in name.lower()] == []
 
 
