@@ -324,8 +324,16 @@ class EngineSessions:
         return message
 
     def _confirm(self, attached: Attached, now: float) -> list[tuple[int, UpMessage]]:
-        """The frontend has its Welcome; an earlier session of the same peer ends."""
+        """The frontend has its Welcome; whatever the same peer had opened before ends."""
         attached.confirmed = True
+        for number, other in list(self._half_open.items()):
+            if other is attached:
+                break
+            if (
+                other.peer == attached.peer
+            ):  # its confirmation may still be on its way, and must not end the newer session
+                self._remove(number, "the frontend began anew", now, tell=False, keep_peer=True)
+                self._ids.release(other.frontend_id)
         del self._half_open[attached.session.number]
         earlier = self._by_peer.get(attached.peer)
         ended = [] if earlier is None else self._leave(earlier, "the frontend began anew", now, keep_peer=True)
