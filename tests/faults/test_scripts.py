@@ -165,24 +165,27 @@ def test_a_forked_childs_exit_and_calls_never_touch_the_parents_engine(script: C
         result = executor.generate_async([1], SamplingParams(max_tokens=60))
         next(result)
         def in_child():
-            for use in (lambda: executor.generate_async([1]), executor.stats, lambda: executor.control("ping")):
+            calls = (executor.stats, lambda: executor.generate_async([1]), lambda: executor.control("ping"))
+            for use in (*calls, result.abort, executor.abort_all):
                 try:
                     use()
                 except ExecutorClosedError:
                     continue
                 os._exit(1)
-            result.abort(), executor.abort_all(), executor.health(), executor.shutdown()
-        multiprocessing.get_context("fork").Process(target=in_child).start()
+            executor.health(), executor.shutdown()
         if (pid := os.fork()) == 0:
             in_child()
             del result, executor
             gc.collect()
             sys.exit(42)  # with all of its atexit callbacks
+        process = multiprocessing.get_context("fork").Process(target=in_child)
+        process.start()
         say(child=os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
-        say(tokens=result.result(60).outputs[0].token_ids, children=len(multiprocessing.active_children()))
+        say(tokens=result.result(60).outputs[0].token_ids, process=process.join() or process.exitcode)
         say(alive=executor.check_health(), running=executor.stats().running)
         """)
     assert run.until("child") == 42, run.stderr()
     assert run.until("tokens") == expected_tokens([1], 60)
     assert run.wait() == 0, run.stderr()
+    assert run.said["process"] == 0
     assert (run.said["alive"], run.said["running"]) == (True, 0)
