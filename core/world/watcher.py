@@ -10,8 +10,6 @@ import time
 from collections.abc import Sequence
 
 from tllm_core.contracts.interfaces import (
-    Beaten,
-    EngineAddress,
     Exited,
     Failed,
     Identified,
@@ -34,9 +32,9 @@ from tllm_core.world.channel import (
     Prepared,
     ToWatcher,
 )
-from tllm_core.world.herald import Herald, obituary_for
-from tllm_core.world.lane import discard, liveness_of
+from tllm_core.world.lane import liveness_of
 from tllm_core.world.loop import Loop
+from tllm_core.world.news import News
 from tllm_core.world.process import (
     POLL_S,
     adopt_orphans,
@@ -88,9 +86,7 @@ class Watcher:
         self._start_up = StartUp(launch)
         self._liveness = Liveness(liveness_of(launch.spec))
         self._beats = 0
-        self._address: EngineAddress | None = None
-        self._herald: Herald | None = None
-        self._listening = False
+        self._news = News(owner, launch.spec, self._fail)
 
     def run(self, more: Sequence[ToWatcher] = ()) -> int:
         """Until every process of the world is gone and its owner was told. `more`: what came with the order to launch."""
@@ -105,9 +101,7 @@ class Watcher:
         self._owner.send(self._exited())
         self._owner.drain(1.0)
         self._relay.close(1.0)
-        if self._herald is not None:
-            self._herald.announce(Stopping())
-            self._herald.close()
+        self._news.close()
         return 0 if self._verdict is None else 1
 
     def _start(self) -> None:
@@ -116,9 +110,7 @@ class Watcher:
         except OSError as error:
             python = self._launch.python
             self._fail(Failed(f"the engine can't be started with {python}: {error.strerror or error}"))
-        if self._launch.spec.watch_generation:
-            self._herald = Herald(self._launch.spec)
-            self._loop.once(self._herald.opened, self._judge_listening)
+        self._news.open(self._loop)
         self._set_timers()
 
     def _alive(self) -> list[Ward]:
@@ -150,7 +142,7 @@ class Watcher:
         for message in messages:
             if isinstance(message, Kill):
                 self._leaving = True
-                self._announce(Stopping())
+                self._news.announce(Stopping())
                 self._kill()
             elif isinstance(message, End):
                 self._end()
@@ -158,7 +150,7 @@ class Watcher:
     def _lose_owner(self) -> None:
         if not self._leaving:
             self._leaving = True
-            self._announce(Obituary("the engine's owner is gone, and the engine ends"))
+            self._news.announce(Obituary("the engine's owner is gone, and the engine ends"))
             self._loop.later(OBITUARY_S, self._end)
             self._loop.later(ORPHAN_S, self._kill)
 
@@ -188,17 +180,13 @@ class Watcher:
             self._loop.later(self._launch.stall_report_s, self._report_stall)
 
     def _beat(self) -> None:
-        """Where the owner does not read, beats are dropped, not queued."""
         self._loop.later(self._launch.beat_interval_s, self._beat)
         self._beats += 1
         beat = beat_of(self._beats, self._wards, self._progress)
         if RankState.GONE in beat.states:  # how it ended is worth more than that it did
             for ward in self._wards:
                 self._look_after(ward)
-        if not self._owner.pending:
-            self._owner.send(Beaten(beat))
-        if self._herald is not None:
-            self._herald.beat(beat)
+        self._news.beat(beat)
         self._liveness.beat(beat, now := time.monotonic())
         verdict = self._liveness.poll(now, path_ok_at=now)
         if verdict is not None and self._ready and not self._leaving:
@@ -248,8 +236,7 @@ class Watcher:
     def _take(self, ward: Ward, message: FromRank) -> None:
         match message:
             case Listening():
-                self._address = message.address
-                self._judge_listening()
+                self._news.listening(message.address)
             case Phase():
                 self._start_up.note(message)
                 self._owner.send(message)
@@ -263,33 +250,18 @@ class Watcher:
                 self._adopt(ward, message.pid)
             case Leaving():
                 self._leaving = True
-                self._announce(Stopping())
+                self._news.announce(Stopping())
                 self._loop.later(LEAVE_S, self._kill)
             case Failed():
                 ward.failed = message
                 self._fail(ward.last_words())
 
-    def _judge_listening(self) -> None:
-        """The world listens when rank 0 and this process do."""
-        herald = self._herald
-        if herald is not None and herald.failed is not None:
-            self._fail(herald.failed)
-        if self._address is None or self._listening or (herald is not None and not herald.settled):
-            return
-        self._listening = True
-        self._owner.send(Listening(self._address, None if herald is None else herald.address))
-        self._judge_ready()
-
-    def _announce(self, words: Obituary | Stopping) -> None:
-        if self._herald is not None:
-            self._herald.announce(words)
-
     def _judge_ready(self) -> None:
-        """The world is ready when it listens and all ranks are; what it says of itself is rank 0's."""
+        """The world is ready when all ranks are; what it says of itself is rank 0's."""
         first = self._wards[0].ready
-        if first is not None and self._listening and all(ward.ready is not None for ward in self._wards):
+        if first is not None and all(ward.ready is not None for ward in self._wards):
             self._ready = True
-            self._owner.send(first)
+            self._news.ready(first)
 
     def _adopt(self, ward: Ward, pid: int) -> None:
         self._adopted.append(identify(ward.rank, pid))
@@ -330,8 +302,7 @@ class Watcher:
         if self._verdict is not None:
             return
         self._verdict = words
-        self._announce(obituary_for(words))
-        self._owner.send(words)
+        self._news.fail(words)
         self._leaving = True
         self._loop.later(LAST_WORDS_S, self._kill)
         for ward in self._alive():
@@ -353,5 +324,3 @@ class Watcher:
         for identity in filter(is_alive, self._adopted):
             kill_process(identity.pid)
         kill_session(os.getpid())
-        if self._address is not None:
-            discard(self._launch.spec, self._address)
