@@ -283,7 +283,8 @@ class Frontend:
         self._closing.set()
         if self._liveness is not None:
             self._liveness.disarm()
-        self._apply(self.ledger.sweep(ExecutorClosedError("the executor was shut down")))
+        # A death that was noticed before is what everybody hears, also where its sweep had not begun.
+        self._apply(self.ledger.sweep(self._verdict or ExecutorClosedError("the executor was shut down")))
         with self._close_lock:
             if self._closed.is_set():
                 return False

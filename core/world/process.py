@@ -45,8 +45,11 @@ def read_stat(pid: int) -> Stat | None:
     # The name, in brackets, may hold anything; the rest are fields 3 and up.
     fields = text[text.rindex(")") + 2 :].split()
     ticks = int(fields[11]) + int(fields[12])
+    state = _STATES.get(fields[0], RankState.RUNNING)
+    if state is RankState.GONE and int(fields[17]) > 1:
+        state = RankState.RUNNING  # its main thread ended first: the others still hold its files, and it can't be reaped yet
     return Stat(
-        state=_STATES.get(fields[0], RankState.RUNNING),
+        state=state,
         session=int(fields[3]),
         cpu_s=ticks / os.sysconf("SC_CLK_TCK"),
         start_time=int(fields[19]),

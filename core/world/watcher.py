@@ -57,6 +57,8 @@ LAST_WORDS_S = 2.0
 """How long a rank that failed may take to tell its frontends."""
 ORPHAN_S = 1.0
 """How long a world whose owner died may take to end in an orderly way."""
+BLAME_S = 0.05
+"""How long the report of a rank that failed waits for news of another one that was killed: then that is the cause."""
 OBITUARY_S = 0.05
 """How far the news that the owner died is ahead of the orderly end that follows it."""
 
@@ -82,6 +84,7 @@ class Watcher:
         self._wards: list[Ward] = []
         self._adopted: list[Identity] = []
         self._verdict: Failed | None = None
+        self._suspected: Ward | None = None
         self._ready = self._leaving = self._killed = False
         self._start_up = StartUp(launch)
         self._liveness = Liveness(liveness_of(launch.spec))
@@ -97,6 +100,7 @@ class Watcher:
         while self._alive():
             self._loop.turn()
             self._flush()
+        self._blame()
         self._sweep()
         self._owner.send(self._exited())
         self._owner.drain(1.0)
@@ -248,13 +252,22 @@ class Watcher:
                     other.channel.send(Go())
             case Adopted():
                 self._adopt(ward, message.pid)
+            case Leaving() if ward.rank and not self._is_leaving():
+                self._fail(Failed(f"engine rank {ward.rank} ended by itself", ward.rank))
             case Leaving():
                 self._leaving = True
                 self._news.announce(Stopping())
                 self._loop.later(LEAVE_S, self._kill)
             case Failed():
                 ward.failed = message
-                self._fail(ward.last_words())
+                self._suspect(ward)
+
+    def _is_leaving(self) -> bool:
+        """Rank 0 says that it leaves before it dismisses the others; it may just not have been heard yet."""
+        first = self._wards[0]
+        if not self._leaving and first.exitcode is None and not first.channel.eof:
+            self._hear(first)
+        return self._leaving
 
     def _judge_ready(self) -> None:
         """The world is ready when all ranks are; what it says of itself is rank 0's."""
@@ -278,7 +291,9 @@ class Watcher:
         if ward.exitcode is not None or not ward.poll():
             return
         self._forget(ward)
-        if ward.failed is not None or not self._leaving:
+        if ward.failed is not None:
+            self._suspect(ward)
+        elif not self._leaving:
             self._fail(ward.last_words())
         elif ward.rank == 0:
             self._loop.later(FOLLOWERS_S, self._dismiss)
@@ -296,6 +311,18 @@ class Watcher:
         ward.close()
 
     # ---------------------------------------------------------------------------------------------------- end
+
+    def _suspect(self, ward: Ward) -> None:
+        """A rank that says that it failed may only have lost another, whose own end is seen a little later."""
+        if len(self._wards) == 1:
+            self._fail(ward.last_words())
+        elif self._suspected is None:
+            self._suspected = ward
+            self._loop.later(BLAME_S, self._blame)
+
+    def _blame(self) -> None:
+        if self._suspected is not None:
+            self._fail(self._suspected.last_words())
 
     def _fail(self, words: Failed) -> None:
         """The first failure is told at once and ends the world; a rank that reported its own may still tell its frontends."""

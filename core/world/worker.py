@@ -42,6 +42,10 @@ RETRY_S = 0.005
 """How often a full lane is tried again while the engine is idle."""
 
 
+BLAME_S = 0.1
+"""How long the word of a rank 0 that failed waits for the watcher's, where there are more ranks."""
+
+
 class WorkerSettings(Struct, frozen=True, kw_only=True):
     """parked_bytes: of one session at most. stall_after_s: how long its lane may be full. Beyond either it is expelled."""
 
@@ -91,6 +95,7 @@ class Worker:
         self._engine, self._link, self._settings = engine, link, settings
         self._calls = Calls(engine, info, world_size, self._count)
         self._progress, self._clock = progress, clock
+        self._world_size = world_size
         self._ids = itertools.count(1)
         self._entries: dict[int, Entry] = {}
         self._outboxes: dict[int, Outbox] = {}
@@ -107,6 +112,9 @@ class Worker:
             self._flush()
             self._link.broadcast(Stopping())
         except BaseException as error:
+            if self._world_size > 1:
+                # It may only have lost another rank: the watcher, which sees that one's end, speaks first and ends this one.
+                time.sleep(BLAME_S)
             with contextlib.suppress(TransportError):
                 self._link.broadcast(obituary_of(error))
             raise

@@ -160,7 +160,6 @@ def test_a_second_cause_does_not_replace_the_first(spawned_ipc: Worlds, trace: T
     assert "SIGKILL" not in (executor.health().cause or "")
 
 
-@pytest.mark.xfail(reason="a follower's SystemExit is reported as Leaving, which the watcher takes for an orderly end")
 def test_a_follower_that_is_asked_to_end_by_somebody_else_is_a_death_that_names_it(spawned_ipc: Worlds) -> None:
     executor = spawned_ipc(world_size=2, **SLOW)
     result = executor.generate_async([1], LONG)
@@ -213,7 +212,6 @@ class FellowEngine(Engine):
 """
 
 
-@pytest.mark.xfail(strict=False, reason="the report of the rank that failed over it comes before the news of the death")
 @pytest.mark.parametrize("rank", [0, 1])
 def test_the_rank_that_was_killed_is_the_cause_and_not_the_one_that_failed_over_it(
     spawned_ipc: Worlds, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rank: int

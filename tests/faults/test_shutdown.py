@@ -96,7 +96,6 @@ def test_a_dead_engine_does_not_take_the_whole_timeout(spawned_ipc: Worlds) -> N
         executor.generate_async([1])
 
 
-@pytest.mark.xfail(strict=False, reason="close() sweeps with ExecutorClosedError what a verdict was posted for")
 def test_a_shutdown_right_after_the_death_does_not_hide_it(spawned_ipc: Worlds) -> None:
     executor = spawned_ipc(**SLOW)
     result = executor.generate_async([1], LONG)
