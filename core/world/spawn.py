@@ -114,7 +114,7 @@ class SpawnWorld(World):
         self._ranks: tuple[Identity, ...] = ()
         self._queue: list[WorldEvent] = []
         self._lost: Exited | None = None
-        self._exited = self._over = self._killed = self._leaving = self._closed = self._forsaken = False
+        self._exited = self._over = self._killed = self._leaving = self._closed = False
 
     # ------------------------------------------------------------------------------------------------- events
 
@@ -159,7 +159,6 @@ class SpawnWorld(World):
 
     def _lose_watcher(self) -> None:
         """The watcher is gone without a word, and its ranks with it. That is told at once; Exited when they are seen gone."""
-        self._forsaken = True
         exitcode = self._reap()
         if self._killed:
             self._lost = Exited(clean=True, message="killed by its owner")
@@ -226,9 +225,8 @@ class SpawnWorld(World):
         with self._reading:
             self._take()  # its last words, or that it left none
             self._take()
-            if self._forsaken:  # what a watcher does last
-                for address in self._addresses:
-                    discard(self._spec, address)
+            for address in self._addresses:  # a watcher does this last, where nothing kills it before
+                discard(self._spec, address)
             with self._descriptors:
                 self._closed = True
                 self._channel.close()
