@@ -47,7 +47,9 @@ def read_stat(pid: int) -> Stat | None:
     ticks = int(fields[11]) + int(fields[12])
     state = _STATES.get(fields[0], RankState.RUNNING)
     if state is RankState.GONE and int(fields[17]) > 1:
-        state = RankState.RUNNING  # its main thread ended first: the others still hold its files, and it can't be reaped yet
+        state = (
+            RankState.RUNNING
+        )  # its main thread ended first: the others still hold its files, and it can't be reaped yet
     return Stat(
         state=state,
         session=int(fields[3]),
