@@ -22,6 +22,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs one verb and returns the exit code."""
     signal.signal(signal.SIGTERM, _terminated)
     debug = False
+    if sys.stderr is None:
+        sys.stderr = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115 - for the process's life
+    if sys.stdout is None:
+        print("tllm: standard output is closed; there is nowhere to answer to", file=sys.stderr)
+        return FAILED
     try:
         from tllm_core.cli.arguments import parse
 
@@ -32,14 +37,29 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return INTERRUPTED
     except BrokenPipeError:
-        # What is still buffered has nowhere to go; the interpreter's own last flush must not stumble over it.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _drop_output()
         return OK
     except TllmError as error:
         if debug:
             traceback.print_exc()
         return _report(error)
+    except OSError as error:
+        if debug:
+            traceback.print_exc()
+        print(f"tllm: {error}", file=sys.stderr)
+        _drop_output()
+        return FAILED
+    except Exception as error:
+        if debug:
+            traceback.print_exc()
+        print(f"tllm: internal error: {error!r}; --debug shows where", file=sys.stderr)
+        return FAILED
     return code
+
+
+def _drop_output() -> None:
+    """What is still buffered has nowhere to go; the interpreter's own last flush must not stumble over it."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _report(error: TllmError) -> int:

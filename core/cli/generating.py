@@ -12,7 +12,7 @@ from msgspec import Struct
 from tllm_core.cli.arguments import add_common, settings_of
 from tllm_core.cli.terminal import prompt_text, running
 from tllm_core.contracts.messages import SamplingParams
-from tllm_core.errors import RequestError
+from tllm_core.errors import ConfigError, RequestError
 from tllm_core.registry import Registry
 
 if TYPE_CHECKING:
@@ -83,6 +83,7 @@ def generate(arguments: argparse.Namespace) -> int:
     """Answers one prompt; streams the text, or prints one JSON object."""
     settings = settings_of(arguments, Registry(), needs_engine=True)
     prompt = prompt_text(arguments.prompt)
+    SamplingParams(**_given(arguments)).check()  # before anything is loaded
     with running(settings) as executor:
         params = _sampling(arguments, executor)
         answer = _answer(executor, prompt, params, chat=arguments.chat, quiet=arguments.json)
@@ -105,6 +106,9 @@ def chat(arguments: argparse.Namespace) -> int:
     from tllm_core.llm import LLM
 
     settings = settings_of(arguments, Registry(), needs_engine=True)
+    SamplingParams(**_given(arguments)).check()
+    if sys.stdin is None:
+        raise ConfigError("standard input is closed; there is nobody to chat with")
     with running(settings) as executor:
         llm = LLM(executor=executor)
         params = _sampling(arguments, executor)
@@ -132,13 +136,16 @@ def _add_sampling(parser: argparse.ArgumentParser) -> None:
 def _sampling(arguments: argparse.Namespace, executor: "GenerationExecutor") -> SamplingParams:
     from tllm_core.checks import default_sampling
 
-    names = [*SAMPLING, "ignore_eos"]
-    given = {name: getattr(arguments, name) for name in names if getattr(arguments, name) is not None}
-    if arguments.stop:
-        given["stop"] = tuple(arguments.stop)
-    params = default_sampling(executor.info, {**executor.info.sampling_defaults, **given})
+    params = default_sampling(executor.info, {**executor.info.sampling_defaults, **_given(arguments)})
     params.check()
     return params
+
+
+def _given(arguments: argparse.Namespace) -> dict[str, Any]:
+    """The sampling parameters that stand on the command line."""
+    names = [*SAMPLING, "ignore_eos"]
+    given = {name: getattr(arguments, name) for name in names if getattr(arguments, name) is not None}
+    return given | ({"stop": tuple(arguments.stop)} if arguments.stop else {})
 
 
 def _lines() -> Iterator[str]:

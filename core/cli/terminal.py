@@ -89,10 +89,17 @@ def table(rows: Sequence[Sequence[str]], write: Callable[[str], object] = print)
 
 
 def prompt_text(prompt: str) -> str:
-    """The prompt, read from standard input where it is "-"."""
-    if prompt != "-":
-        return prompt
+    """The prompt, read from standard input where it is "-". Raises ConfigError for one that is empty or no UTF-8."""
+    text = _standard_input() if prompt == "-" else prompt
+    if not text.strip():
+        raise ConfigError("the prompt is empty; give it as an argument, or - to read standard input")
+    return text
+
+
+def _standard_input() -> str:
+    if sys.stdin is None:
+        raise ConfigError("standard input is closed; give the prompt as an argument")
     try:
-        return sys.stdin.read()
+        return sys.stdin.buffer.read().decode()  # UTF-8, whatever the locale says
     except UnicodeDecodeError as error:
         raise ConfigError(f"standard input is not UTF-8 text, at byte {error.start}") from None

@@ -201,7 +201,7 @@ def _layer_of(settings: Settings) -> Layer:
     layer: Layer = {}
     for section in CHOICES:
         choice = getattr(settings, section)
-        if choice != getattr(Settings(), section):
+        if f"{section}.name" in settings.origins or choice != getattr(Settings(), section):
             layer[section, "name"] = Value(choice.name, "")
             layer |= {(section, str(choice.name), *path): value for path, value in flatten(choice.options, "").items()}
     for section in TABLES:

@@ -203,6 +203,7 @@ class EngineSpec(Struct, frozen=True, kw_only=True):
     load: "module:Class", imported only where the engine runs. world_size, prepare: "module:function", or None for one
     rank and nothing to prepare. `world_size(settings) -> int`; `prepare(settings, progress)` runs once per host, in a
     child, before the ranks: resolve, download, convert. `progress(name, done)` as EngineContext.phase.
+    requires: third-party modules that `load` imports; where one is missing, that is told before anything starts.
     """
 
     name: str
@@ -210,6 +211,7 @@ class EngineSpec(Struct, frozen=True, kw_only=True):
     load: str
     world_size: str | None = None
     prepare: str | None = None
+    requires: tuple[str, ...] = ()
 
 
 # --------------------------------------------------------------------------------------------------- launcher

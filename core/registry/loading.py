@@ -1,6 +1,7 @@
 """Imports what an entry point or a "module:Object" names, and checks that it is what its kind must be."""
 
 import importlib
+import importlib.util
 import inspect
 import re
 import sys
@@ -51,6 +52,7 @@ def load_entry(entry: Entry) -> Any:
     """The checked object of an entry point; PluginError names the distribution, the entry point and the cause."""
     try:
         found = _resolve(entry.value)
+        _require(found)
     except KeyboardInterrupt:
         raise
     except BaseException as error:  # SystemExit too: a plugin must not end its host
@@ -76,6 +78,13 @@ def _resolve(reference: str) -> Any:
     for attribute in filter(None, attributes.split(".")):
         found = getattr(found, attribute)
     return found
+
+
+def _require(found: Any) -> None:
+    """An engine's spec imports nothing; what the engine itself will need is looked for, not imported."""
+    for module in found.requires if isinstance(found, EngineSpec) else ():
+        if importlib.util.find_spec(module) is None:
+            raise ModuleNotFoundError(f"No module named {module!r}", name=module)
 
 
 def _explain(who: str, reference: str, owner: Entry | None, error: BaseException) -> NoReturn:

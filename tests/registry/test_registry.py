@@ -161,6 +161,15 @@ def test_a_driver_that_no_extra_names_is_answered_by_the_extra_of_the_plugin_s_n
         registry(tmp_path).transport("mq")
 
 
+def test_what_an_engine_will_need_is_looked_for_before_it_starts(install: Install, tmp_path: Path) -> None:
+    spec = GOOD.replace('load="nowhere:Engine"', 'load="nowhere:Engine", requires=("json", "acme_gpu_driver")')
+    install("acme-engine", "needy", spec, {"engine needy": "needy:SPEC"})
+    found = registry(tmp_path)
+    assert [item.status for item in found.found()] == ["missing extra"]
+    with pytest.raises(PluginError, match="acme_gpu_driver"):
+        found.engine("needy")
+
+
 def test_a_stale_entry_point_is_no_missing_extra(install: Install, tmp_path: Path) -> None:
     install("acme-stale", "stale", "", {"transport old": "stale.removed:X", "transport older": "gone_away:X"})
     states = {item.name: item for item in registry(tmp_path).found()}
