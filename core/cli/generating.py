@@ -110,6 +110,8 @@ def chat(arguments: argparse.Namespace) -> int:
     if sys.stdin is None:
         raise ConfigError("standard input is closed; there is nobody to chat with")
     with running(settings) as executor:
+        if executor.info.tokenizer is None:
+            raise ConfigError(f"{executor.info.model} has no tokenizer, and a chat needs text; choose a model")
         llm = LLM(executor=executor)
         params = _sampling(arguments, executor)
         start = [{"role": "system", "content": arguments.system}] if arguments.system else []
