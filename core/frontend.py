@@ -203,7 +203,7 @@ class Frontend:
         elif isinstance(message, ControlReply):
             wake_all(self.ledger.reply(message))
         elif isinstance(message, Obituary):
-            self.post(EngineDeadError(cause_of(message)))
+            self.post(EngineDeadError(message.cause()))
         elif not self._closing.is_set():  # Stopping, and not by this side
             self.post(EngineDeadError(Cause("the engine was stopped")))
 
@@ -318,13 +318,3 @@ class Frontend:
     @property
     def verdict(self) -> TllmError | None:
         return self._verdict
-
-
-def cause_of(obituary: Obituary) -> Cause:
-    return Cause(
-        obituary.message,
-        rank=obituary.rank,
-        exitcode=obituary.exitcode,
-        traceback=obituary.traceback,
-        stderr_tail=obituary.stderr_tail,
-    )

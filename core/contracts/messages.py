@@ -13,6 +13,7 @@ from msgspec import Struct, field
 from tllm_core.contracts.sampling import SamplingParams as SamplingParams
 from tllm_core.contracts.tokens import MAX_TOKEN_ID as MAX_TOKEN_ID
 from tllm_core.contracts.tokens import TokenIds as TokenIds
+from tllm_core.errors import Cause
 
 Plain: TypeAlias = Any
 """None, bool, int, float, str, bytes, and lists and dicts (with string keys) of them."""
@@ -243,6 +244,11 @@ class Obituary(Struct, frozen=True, array_like=True, tag="obituary"):
     exitcode: int | None = None
     traceback: str | None = None
     stderr_tail: str | None = None
+
+    def cause(self) -> Cause:
+        return Cause(
+            self.message, rank=self.rank, exitcode=self.exitcode, traceback=self.traceback, stderr_tail=self.stderr_tail
+        )
 
 
 class RankState(enum.IntEnum):
