@@ -42,7 +42,8 @@ from tllm_core.ledger.ids import ClientIds
 from tllm_core.ledger.ledger import ABORTED, Call, Effects, Ledger, Mailbox
 from tllm_core.ledger.waiting import Deadline, ThreadWaiter, wake_all
 from tllm_core.wire.link import FrontendLink
-from tllm_core.wire.liveness import Liveness
+from tllm_core.wire.liveness import DEFAULT_LIVENESS, Liveness
+from tllm_core.wire.path import PathWatch
 
 log = logging.getLogger("tllm_core")
 
@@ -78,6 +79,8 @@ class Frontend:
         self._ids = ClientIds(frontend_id)
         self._call_ids = ClientIds(frontend_id)
         self._liveness = liveness
+        settings = DEFAULT_LIVENESS if liveness is None else liveness.settings
+        self._path = PathWatch(settings.broker_down_after_s)
         self._verdict: TllmError | None = None
         self.pid = os.getpid()
         self._room_waiters: list[ThreadWaiter] = []
@@ -158,6 +161,7 @@ class Frontend:
             try:
                 if self._verdict is None:
                     self._pump(TICK_S)
+                    self._judge_path()
                 else:
                     self._bury(self._verdict)
                     # What a dead lane is still given would hold up the port's end.
@@ -178,6 +182,12 @@ class Frontend:
         for message in messages:
             self._take(message)
         return bool(messages)
+
+    def _judge_path(self) -> None:
+        """A path that is down for long is this side's loss and says nothing about the engine."""
+        down_s = self._path.lost_for_s(time.monotonic(), self.link.path_ok_at())
+        if down_s is not None:
+            self.post(BrokerLost(f"there has been no path to the engine for {down_s:.1f} s (broker_down_after_s)"))
 
     def _do_chores(self) -> None:
         for client_id in self.ledger.take_dropped():

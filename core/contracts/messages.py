@@ -162,6 +162,34 @@ class IterationStats(Struct, kw_only=True, omit_defaults=True):
     extra: dict[str, Plain] = field(default_factory=dict)
 
 
+class KvEvent(Struct, frozen=True, array_like=True, omit_defaults=True, gc=False):
+    """What became of blocks of an engine's KV cache.
+
+    kind: "stored" = they hold, or are about to be given, keys and values; "removed" = what they held can't be used any
+    more; "cleared" = the same of every block that no running request owns. blocks: the engine's own numbers, in order.
+    tokens: how many tokens were stored. hashes: of the content of each block chained with all before it, for engines that
+    find prefixes by them, else empty. parent: the hash before the first of them, None at the start of a prompt.
+    """
+
+    kind: Literal["stored", "removed", "cleared"]
+    blocks: Sequence[int] = ()
+    tokens: int = 0
+    hashes: Sequence[int] = ()
+    parent: int | None = None
+
+
+class KvEvents(Struct, frozen=True, array_like=True):
+    """Events in their order. next: the number of the event after the last of them, to ask with the next time.
+
+    dropped: how many that were asked for were not kept so long. more: there were more than one answer holds; ask again.
+    """
+
+    events: Sequence[KvEvent]
+    next: int
+    dropped: int = 0
+    more: bool = False
+
+
 class EngineInfo(Struct, frozen=True, kw_only=True):
     """What an engine says of itself once it is ready; None = the engine checks by itself.
 
@@ -197,12 +225,17 @@ class Abort(Struct, frozen=True, array_like=True, tag="abort", gc=False):
 
 
 class Control(Struct, frozen=True, array_like=True, tag="control"):
-    """`ranks`: None = all. `call_id` is the frontend's own counter."""
+    """`ranks`: None = all. `call_id` is the frontend's own counter.
+
+    timeout_s: how long the caller waits for the answer, None = without end. The call is not ended by it; an engine that
+    runs it is not taken for hung meanwhile.
+    """
 
     call_id: int
     method: str
     args: Sequence[Plain] = ()
     ranks: tuple[int, ...] | None = None
+    timeout_s: float | None = None
 
 
 class Goodbye(Struct, frozen=True, array_like=True, tag="goodbye"):
@@ -296,6 +329,7 @@ class Welcome(Struct, frozen=True, array_like=True, tag="welcome"):
     version: int
     window_frames: int
     window_bytes: int
+    max_message_bytes: int
     info: EngineInfo
 
 

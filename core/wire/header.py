@@ -38,8 +38,10 @@ GAP: Final = 0x02
 """Flag: what followed the acknowledged frame is missing; send it again."""
 MORE: Final = 0x04
 """Flag: the next frame continues this message."""
+CUT: Final = 0x08
+"""Flag, with MORE: and begins in the middle of this frame's buffer."""
 
-_KNOWN_FLAGS: Final = DOWN | GAP
+_KNOWN_FLAGS: Final = DOWN | GAP | MORE | CUT
 _ANY_VERSION: Final = frozenset({HELLO, REFUSE})
 _JOINED_BYTES: Final = 1 << 16
 _ONE_LENGTH: Final = struct.Struct("<QQ")

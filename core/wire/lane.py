@@ -1,4 +1,4 @@
-"""One lane pair of a session: sequence, acknowledgement, window, backlog and resend. Sans-IO; times are passed in.
+"""One lane pair of a session: sequence, acknowledgement, window, backlog, chunks and resend. Sans-IO; times are passed in.
 
 A frame is accepted when it gets its sequence number; from then on it is the lane's business until the peer acknowledges it.
 What is acknowledged was delivered: the acknowledgement trails what was taken until `delivered` is called. Frames are sent
@@ -11,18 +11,20 @@ from typing import Any
 from msgspec import Struct
 
 from tllm_core.errors import Overloaded
+from tllm_core.wire.chunks import chunks
 from tllm_core.wire.settings import WireSettings
 
 PORT_RETRY_MAX_S = 0.1
 
 
 class Outgoing(Struct, frozen=True):
-    """An accepted frame; its payload is an immutable snapshot. `size` in bytes."""
+    """An accepted frame; its payload is an immutable snapshot. `size` in bytes; `flags`: MORE and CUT of a chunk."""
 
     sequence: int
     kind: int
     payload: tuple[Any, ...]
     size: int
+    flags: int = 0
 
 
 class Sender:
@@ -31,10 +33,14 @@ class Sender:
     `cursor` is the next frame for the port: it goes back to resend. Between `acked` and `cursor` lies what is in flight.
     """
 
-    def __init__(self, settings: WireSettings, counters: Counter[str], *, reliable: bool) -> None:
+    def __init__(
+        self, settings: WireSettings, counters: Counter[str], *, reliable: bool, room: int | None = None
+    ) -> None:
         self.settings = settings
         self.counters = counters
         self.reliable = reliable
+        quarter = max(1, settings.window_bytes // 4)
+        self.chunk_bytes = quarter if room is None else max(1, min(room, quarter))
         self.acked = self.sent = self.last = 0
         self.cursor = 1
         self._frames: dict[int, Outgoing] = {}
@@ -52,14 +58,24 @@ class Sender:
         return self.acked == self.last
 
     def offer(self, kind: int, payload: tuple[Any, ...], size: int, urgent: bool = False) -> int:
-        """Accepts a frame: its sequence number. Raises Overloaded where the backlog is full, unless `urgent`."""
+        """Accepts a message, in chunks where it is larger than `chunk_bytes`: its last frame's sequence number.
+
+        Raises Overloaded where the backlog is full, unless `urgent`; nothing was taken then.
+        """
         backlog = self.last - self.sent
         if backlog and not urgent:
             settings = self.settings
             if backlog >= settings.backlog_frames or self._backlog_bytes + size > settings.backlog_bytes:
                 raise Overloaded(f"{backlog} messages ({self._backlog_bytes} bytes) wait to be sent; try again later")
+        if size <= self.chunk_bytes:
+            return self._accept(kind, payload, size)
+        for piece, flags in chunks(payload, self.chunk_bytes):
+            self._accept(kind, (piece,), piece.nbytes, flags)
+        return self.last
+
+    def _accept(self, kind: int, payload: tuple[Any, ...], size: int, flags: int = 0) -> int:
         self.last = sequence = self.last + 1
-        self._frames[sequence] = Outgoing(sequence, kind, payload, size)
+        self._frames[sequence] = Outgoing(sequence, kind, payload, size, flags)
         self._backlog_bytes += size
         return sequence
 
@@ -214,8 +230,8 @@ class Receiver:
         return self.urgent
 
     def path_changed(self) -> None:
-        """The port reconnected: the last acknowledgement may be lost."""
-        self.urgent = self.taken > 0
+        """The port reconnected: the last acknowledgement may be lost, and so may frames whose sender can't know of it."""
+        self.gap = self.urgent = True
 
     def next_at(self) -> float | None:
         """When `is_ack_due` has to be asked again."""
@@ -230,8 +246,10 @@ class Lane:
     sender_type: type[Sender] = Sender
     receiver_type: type[Receiver] = Receiver
 
-    def __init__(self, settings: WireSettings, counters: Counter[str], *, reliable: bool) -> None:
-        self.sender = self.sender_type(settings, counters, reliable=reliable)
+    def __init__(
+        self, settings: WireSettings, counters: Counter[str], *, reliable: bool, room: int | None = None
+    ) -> None:
+        self.sender = self.sender_type(settings, counters, reliable=reliable, room=room)
         self.receiver = self.receiver_type(settings, counters)
 
     @property

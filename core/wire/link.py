@@ -7,11 +7,12 @@ and is acknowledged, once `receive` is called again.
 import os
 import time
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
+from functools import partial
 
 from tllm_core.contracts.interfaces import EngineAddress, EnginePort, Frame, FrontendPort, PeerId, Port
 from tllm_core.contracts.messages import Beat, ControlReply, DownMessage, EngineInfo, UpMessage, Welcome
-from tllm_core.errors import Expelled, PortClosed, PortDown, PortFull, Refused, TransportError
+from tllm_core.errors import Expelled, FrameTooLarge, PortClosed, PortDown, PortFull, Refused, TransportError
 from tllm_core.wire.header import SEALED_SIZE
 from tllm_core.wire.liveness import DEFAULT_LIVENESS, LivenessSettings
 from tllm_core.wire.pump import NEVER, Clock, Pump
@@ -23,7 +24,7 @@ from tllm_core.wire.terms import Snapshot, Terms
 
 def _room(port: Port) -> int | None:
     """Bytes of payload that fit in one frame of the port."""
-    return None if port.max_frame is None else port.max_frame - SEALED_SIZE
+    return None if port.max_frame is None else max(1, port.max_frame - SEALED_SIZE)
 
 
 class FrontendLink(Pump):
@@ -55,7 +56,7 @@ class FrontendLink(Pump):
             settings=settings,
             counters=self.counters,
             reliable=reliable,
-            max_bytes=_room(port),
+            room=partial(_room, port),
             beat_s=0.0 if by_reference else liveness.frontend_beat_s,
         )
         self._send_frame = port.send
@@ -63,8 +64,9 @@ class FrontendLink(Pump):
         self._session: Session | None = None
         self._early: list[Arrival] = []
 
-    def open(self, timeout: float) -> Welcome:
-        """Repeats Hello until it is answered; may be called again once the session is lost.
+    def open(self, timeout: float, meanwhile: Callable[[], None] = lambda: None) -> Welcome:
+        """Repeats Hello until it is answered; may be called again once the session is lost. `meanwhile` is called with each
+        Hello, and what it raises is raised.
 
         Raises Refused, TransportError where nobody answers for `timeout` seconds, or PortClosed.
         """
@@ -75,6 +77,7 @@ class FrontendLink(Pump):
         hello, retry_s = sessions.hello(), self._settings.hello_retry_s
         while not sessions.is_answered:
             self._say(hello)
+            meanwhile()
             self._early = self._listen(min(deadline, self._clock() + retry_s))
             if self._clock() >= deadline and not sessions.is_answered:
                 raise TransportError(f"the engine did not answer within {timeout:g} s{self._describe_path()}")
@@ -115,6 +118,10 @@ class FrontendLink(Pump):
         """The beats that came since the last call."""
         beats = self._sessions.beats
         return [beats.popleft() for _ in range(len(beats))]
+
+    def path_ok_at(self) -> float:
+        """When this side's own path was last proven to work, in monotonic seconds."""
+        return self._port.path_ok_at()
 
     def idle(self) -> bool:
         """Nothing that was sent is unacknowledged."""
@@ -158,13 +165,15 @@ class FrontendLink(Pump):
             raise Expelled(f"the engine ended this session: {self._sessions.lost}")
         if self._session is None:
             raise TransportError("this link is not open")
+        if self._session.broken is not None:
+            raise TransportError(f"what was accepted can't be sent any more: {self._session.broken}")
         return self._session
 
     def _say(self, frame: Frame) -> None:
         """Hello is said again if it gets lost."""
         try:
             self._send_frame(frame)
-        except (PortFull, PortDown):
+        except (PortFull, PortDown, FrameTooLarge):
             self.counters["handshake_lost"] += 1
 
     def _listen(self, until: float) -> list[Arrival]:
@@ -208,7 +217,7 @@ class EngineLink(Pump):
             settings=settings,
             counters=self.counters,
             reliable=reliable,
-            max_bytes=_room(port),
+            room=partial(_room, port),
         )
         self._sessions = EngineSessions(
             port.send,

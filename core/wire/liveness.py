@@ -14,7 +14,8 @@ class LivenessSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """`[liveness]`. All in seconds.
 
     beat_interval_s: how often the watcher says that it is there. dead_after_s: silence that counts as death.
-    hang_after_s: no step with work pending, and no CPU time used. end_hung: such an engine counts as dead.
+    hang_after_s: no step with work pending, and no CPU time used. end_hung: such an engine counts as dead. error_budget: so many
+    requests that the engine failed in steps within error_budget_window_s count as its death too; None = no number does.
     broker_down_after_s: how long the own path may be without proof. reconnect_grace_s: how long nobody is judged after the
     path came back. frontend_dead_after_s: silence after which an engine gives a frontend up. frontend_beat_s: how often a
     frontend says that it is there.
@@ -24,6 +25,8 @@ class LivenessSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     dead_after_s: Seconds = 1.0
     hang_after_s: Seconds = 60.0
     end_hung: bool = False
+    error_budget: Annotated[int, Meta(ge=1)] | None = None
+    error_budget_window_s: Seconds = 60.0
     broker_down_after_s: Seconds = 10.0
     reconnect_grace_s: Seconds = 1.0
     frontend_dead_after_s: Seconds = 10.0
@@ -31,6 +34,9 @@ class LivenessSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
 
 DEFAULT_LIVENESS = LivenessSettings()
+
+STACKS_S = 2.0
+"""How much longer others wait before they give a hung engine up than its watcher, which has it tell its stacks first."""
 
 IDLE_CPU_S, IDLE_CPU_SHARE = 0.05, 0.01
 """What the idle threads of a waiting process may use: seconds, and seconds per second."""
@@ -56,10 +62,10 @@ class Silence:
     a deadline apart, or a path that came back, begin the deadline anew.
     """
 
-    __slots__ = ("_after_s", "_grace_s", "_path_ok_at", "_polled_at", "_since", "thawed_at")
+    __slots__ = ("_grace_s", "_path_ok_at", "_polled_at", "_since", "after_s", "thawed_at")
 
     def __init__(self, after_s: float, grace_s: float) -> None:
-        self._after_s, self._grace_s = after_s, grace_s
+        self.after_s, self._grace_s = after_s, grace_s
         self._since: float | None = None
         self._polled_at = self._path_ok_at = self.thawed_at = 0.0
 
@@ -70,12 +76,12 @@ class Silence:
 
     def is_over(self, now: float, path_ok_at: float) -> bool:
         """Whether the peer has been silent for longer than it may be."""
-        if self._since is None or now - self._polled_at > self._after_s / 2:
+        if self._since is None or now - self._polled_at > self.after_s / 2:
             self._since = self.thawed_at = now
-        elif path_ok_at - self._path_ok_at > self._after_s / 2:
+        elif path_ok_at - self._path_ok_at > self.after_s / 2:
             self._since = max(self._since, now + self._grace_s)
         self._polled_at, self._path_ok_at = now, path_ok_at
-        return min(now, path_ok_at) - self._since > self._after_s
+        return min(now, path_ok_at) - self._since > self.after_s
 
 
 class Liveness:
@@ -98,9 +104,9 @@ class Liveness:
         self._number = beat.number
         self._silence.heard(now)
         self._note_states(beat, now)
-        if self._progress is None or self._progress.is_made_by(beat, now):
+        if self._progress is None:
             self._progress = Progress(now, beat)
-        self._progress.latest, self._progress.latest_at = beat, now
+        self._progress.note(beat, now)
         return True
 
     def poll(self, now: float, path_ok_at: float) -> Verdict | None:
@@ -113,7 +119,7 @@ class Liveness:
         if self._fact is None and silent:
             self._fact = Verdict("silent", f"the engine has not been heard of for {self.settings.dead_after_s:g} s")
         if self._fact is None and self.settings.end_hung:
-            self._fact = self.hung
+            self._fact = self._hang(self.settings.hang_after_s + STACKS_S)
         return self._fact
 
     def disarm(self) -> None:
@@ -123,7 +129,15 @@ class Liveness:
     @property
     def hung(self) -> Verdict | None:
         """Set while work is pending and neither a step was done nor CPU time was used for `hang_after_s`. No death by itself."""
-        return None if self._progress is None else self._progress.hang(self.settings.hang_after_s)
+        return self._hang(self.settings.hang_after_s)
+
+    def _hang(self, after_s: float) -> Verdict | None:
+        return None if self._progress is None else self._progress.hang(after_s)
+
+    @property
+    def last_step_age_s(self) -> float | None:
+        """Seconds from the last step to the last beat; None where no work is pending, or nothing was heard yet."""
+        return None if self._progress is None else self._progress.step_age_s
 
     def _note_states(self, beat: Beat, now: float) -> None:
         for rank, state in enumerate(beat.states):
@@ -150,24 +164,39 @@ class Liveness:
 
 
 class Progress:
-    """The last beat that showed progress, and the latest one."""
+    """The last beat that showed progress, and the latest one. Its answers may be asked for from any thread."""
 
-    __slots__ = ("_at", "_mark", "latest", "latest_at")
+    __slots__ = ("_latest", "_mark", "_stepped_at")
 
     def __init__(self, at: float, mark: Beat) -> None:
-        self._at, self._mark = at, mark
-        self.latest, self.latest_at = mark, at
+        self._mark = self._latest = (at, mark)
+        self._stepped_at = at
 
-    def is_made_by(self, beat: Beat, now: float) -> bool:
+    def note(self, beat: Beat, now: float) -> None:
+        _, before = self._latest
+        if not beat.busy or beat.steps != before.steps:
+            self._stepped_at = now
+        if self._is_made_by(beat, now):
+            self._mark = (now, beat)
+        self._latest = (now, beat)
+
+    @property
+    def step_age_s(self) -> float | None:
+        at, beat = self._latest
+        return max(0.0, at - self._stepped_at) if beat.busy else None
+
+    def _is_made_by(self, beat: Beat, now: float) -> bool:
         """A step, nothing to do, or more CPU time than an idle process uses."""
-        if not beat.busy or beat.steps != self._mark.steps or len(beat.cpu_s) != len(self._mark.cpu_s):
+        at, mark = self._mark
+        if not beat.busy or beat.steps != mark.steps or len(beat.cpu_s) != len(mark.cpu_s):
             return True
-        return sum(beat.cpu_s) - sum(self._mark.cpu_s) > IDLE_CPU_S + IDLE_CPU_SHARE * (now - self._at)
+        return sum(beat.cpu_s) - sum(mark.cpu_s) > IDLE_CPU_S + IDLE_CPU_SHARE * (now - at)
 
     def hang(self, after_s: float) -> Verdict | None:
-        if self.latest_at - self._at < after_s:
+        (at, mark), (latest_at, latest) = self._mark, self._latest
+        if latest_at - at < after_s:
             return None
-        used = [cpu_s - mark for cpu_s, mark in zip(self.latest.cpu_s, self._mark.cpu_s, strict=True)]
+        used = [cpu_s - before for cpu_s, before in zip(latest.cpu_s, mark.cpu_s, strict=False)]
         rank = used.index(min(used)) if used else None
         who = "the engine" if rank is None else f"engine rank {rank}"
-        return Verdict("hung", f"{who} has work and made no step and used no CPU time for {after_s:g} s", rank)
+        return Verdict("hung", f"{who} has work and made no step and used no CPU time for {latest_at - at:.1f} s", rank)

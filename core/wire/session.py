@@ -20,15 +20,18 @@ from tllm_core.contracts.messages import (
     Refuse,
     Welcome,
 )
-from tllm_core.errors import PortDown, PortFull
+from tllm_core.errors import FrameTooLarge, PortDown, PortFull
+from tllm_core.wire.chunks import Assembly
 from tllm_core.wire.codec import MalformedFrame, decode_down
 from tllm_core.wire.header import (
     ACK,
     BEAT,
+    CUT,
     GAP,
     GONE,
     MESSAGE,
     MIN_WIRE_VERSION,
+    MORE,
     REFUSE,
     STEP,
     WELCOME,
@@ -51,13 +54,27 @@ PEER_SIZE: Final = 16
 class Session:
     """One open session: its lane, its seals and its port's `send`. Everything but `is_genuine` needs the link's lock."""
 
-    __slots__ = ("_beat_at", "_beats", "_counters", "_inward", "_outward", "_send", "lane", "number", "terms")
+    __slots__ = (
+        "_assembly",
+        "_beat_at",
+        "_beats",
+        "_counters",
+        "_inward",
+        "_outward",
+        "_send",
+        "broken",
+        "lane",
+        "number",
+        "terms",
+    )
 
     def __init__(
         self, number: int, send: Send, terms: Terms, *, down: bool, settings: WireSettings | None = None
     ) -> None:
         self.number, self.terms = number, terms
-        self.lane = Lane(settings or terms.settings, terms.counters, reliable=terms.reliable)
+        self.lane = Lane(settings or terms.settings, terms.counters, reliable=terms.reliable, room=terms.room())
+        self.broken: str | None = None
+        self._assembly = Assembly(terms.settings.max_message_bytes)
         self._outward, self._inward = terms.seal(number, down=down), terms.seal(number, down=not down)
         self._send, self._counters = send, terms.counters
         self._beat_at, self._beats = float("-inf"), 0
@@ -82,7 +99,7 @@ class Session:
         """Hands the port all that is due: new frames, resent ones, acknowledgements, beats."""
         sender = self.lane.sender
         while (frame := sender.due(now)) is not None:
-            if not self._put(now, frame.kind, frame.payload, frame.sequence):
+            if not self._put(now, frame.kind, frame.payload, frame.sequence, frame.flags):
                 return
             sender.handed(frame, now)
         if self.lane.receiver.is_ack_due(now) and now >= sender.retry_at:
@@ -108,13 +125,27 @@ class Session:
         beat_at = max(self._beat_at, self.lane.sender.retry_at)
         return beat_at if at is None or beat_at < at else at
 
-    def _put(self, now: float, kind: int, payload: tuple[Any, ...] = (), sequence: int = 0) -> bool:
+    def whole(self, header: Header, payload: Sequence[Any]) -> Sequence[Any] | None:
+        """The payload of the message that this admitted frame completes, None if more is to come. Raises MalformedFrame."""
+        flags = header.flags & (MORE | CUT)
+        if not flags and not self._assembly.is_begun:
+            return payload
+        return self._assembly.add(header.kind, flags, payload)
+
+    def _put(self, now: float, kind: int, payload: tuple[Any, ...] = (), sequence: int = 0, flags: int = 0) -> bool:
         receiver = self.lane.receiver
-        flags = GAP if receiver.gap else 0
+        if receiver.gap:
+            flags |= GAP
         try:
             self._send(self._outward.frame(kind, payload, sequence=sequence, ack=receiver.ack, flags=flags))
         except (PortFull, PortDown) as error:
             self._counters["port_full" if isinstance(error, PortFull) else "port_down"] += 1
+            self.lane.sender.blocked(now)
+            return False
+        except FrameTooLarge as error:
+            # Chunks were cut to the port's limit; it has come down since, and what was accepted can't be sent any more.
+            self._counters["frame_too_large"] += 1
+            self.broken = str(error)
             self.lane.sender.blocked(now)
             return False
         receiver.told(now)
@@ -188,9 +219,13 @@ class FrontendSession:
     def decode(self, arrivals: Iterable[Arrival]) -> list[DownMessage]:
         """The messages of admitted arrivals. One that can't be read ends the session: what it said is lost."""
         messages: list[DownMessage] = []
-        for header, payload in arrivals:
+        session = self.session
+        for header, chunk in arrivals:
+            assert session is not None  # there are no arrivals without one
             try:
-                messages.append(payload[0] if self.terms.key is None else decode_down(header.kind, payload))
+                payload = session.whole(header, chunk)
+                if payload is not None:
+                    messages.append(payload[0] if self.terms.key is None else decode_down(header.kind, payload))
             except MalformedFrame as error:
                 self.terms.counters["malformed"] += 1
                 self.lost = f"the engine sent what can't be read: {error}"
@@ -242,6 +277,7 @@ class FrontendSession:
             window_frames=max(1, min(own.window_frames, welcome.window_frames)),
             window_bytes=max(1, min(own.window_bytes, welcome.window_bytes)),
         )
+        self.terms.max_bytes = min(own.max_message_bytes, welcome.max_message_bytes)
         session = Session(welcome.session, self._send, self.terms, down=False, settings=settings)
         session.lane.receiver.urgent = True  # any frame of the session tells the engine that Welcome arrived
         self.welcome, self.session = welcome, session

@@ -27,7 +27,7 @@ from tllm_core.contracts.messages import (
     UpMessage,
     Welcome,
 )
-from tllm_core.errors import Overloaded, PortDown, PortFull
+from tllm_core.errors import FrameTooLarge, Overloaded, PortDown, PortFull
 from tllm_core.wire.attached import Attached, FrontendIds, Tombstone
 from tllm_core.wire.codec import MalformedFrame, decode_up, encode
 from tllm_core.wire.header import (
@@ -40,6 +40,7 @@ from tllm_core.wire.header import (
     Header,
 )
 from tllm_core.wire.liveness import LivenessSettings, Silence
+from tllm_core.wire.path import PathWatch
 from tllm_core.wire.session import MAX_FRONTENDS, NONCE_SIZE, PEER_SIZE, Session
 from tllm_core.wire.terms import Snapshot, Terms
 
@@ -67,6 +68,7 @@ class EngineSessions:
         self.terms, self.counters = terms, terms.counters
         self._send, self._forget, self._random = send, forget, random_bytes
         self._owner, self._info, self._liveness = owner, info, liveness
+        self._path = None if liveness is None else PathWatch(liveness.broker_down_after_s)
         self._gate = terms.gate(down=False)
         self._in, self._out = terms.seal(0, down=False), terms.seal(0, down=True)
         self.table: dict[int, Attached] = {}
@@ -119,13 +121,25 @@ class EngineSessions:
                 self.counters["half_open_expired"] += 1
                 self._remove(number, "the attach was not completed in time", now)
                 self._ids.release(attached.frontend_id)
-        if self._liveness is not None:
-            for number, attached in list(self.table.items()):
-                if attached.silence is not None and attached.confirmed and attached.silence.is_over(now, path_ok_at):
-                    self.counters["silent_frontends"] += 1
-                    ended += self._leave(number, f"silent for {self._liveness.frontend_dead_after_s:g} s", now)
+        for number, attached in list(self.table.items()):
+            reason = self._objection(attached, now, path_ok_at)
+            if reason is not None:
+                ended += self._leave(number, reason, now)
+        if self._path is not None and (down_s := self._path.lost_for_s(now, path_ok_at)) is not None:
+            self.counters["path_lost"] += 1
+            for number in list(self.table):
+                ended += self._leave(number, f"the engine has had no path for {down_s:.1f} s", now)
         self._check_at = now + self._check_every_s() if self.table else None
         return ended
+
+    def _objection(self, attached: Attached, now: float, path_ok_at: float) -> str | None:
+        """Why a session has to end."""
+        if attached.session.broken is not None:
+            return attached.session.broken
+        if attached.silence is not None and attached.confirmed and attached.silence.is_over(now, path_ok_at):
+            self.counters["silent_frontends"] += 1
+            return f"silent for {attached.silence.after_s:g} s"
+        return None
 
     # ------------------------------------------------------------------------------------------------- outgoing
 
@@ -157,7 +171,7 @@ class EngineSessions:
     def pump(self, now: float) -> None:
         """Hands the port all that is due on any session."""
         for number, attached in list(self._active.items()):
-            attached.session.pump(now)
+            self._pump(attached, now)
             if attached.session.lane.is_quiet:
                 del self._active[number]
 
@@ -165,7 +179,12 @@ class EngineSessions:
         """Hands the port all that is due on one session."""
         attached = self.table.get(number)
         if attached is not None:
-            attached.session.pump(now)
+            self._pump(attached, now)
+
+    def _pump(self, attached: Attached, now: float) -> None:
+        attached.session.pump(now)
+        if attached.session.broken is not None:
+            self._check_at = now
 
     def path_changed(self) -> None:
         """The port reconnected: whatever was on its way may be lost."""
@@ -234,6 +253,7 @@ class EngineSessions:
             version=WIRE_VERSION,
             window_frames=settings.window_frames,
             window_bytes=settings.window_bytes,
+            max_message_bytes=settings.max_message_bytes,
             info=self._info,
         )
         session = Session(number, partial(self._send, hello.peer), self.terms, down=True)
@@ -253,7 +273,7 @@ class EngineSessions:
         """Sends what is asked for again if it gets lost."""
         try:
             self._send(peer, frame)
-        except (PortFull, PortDown):
+        except (PortFull, PortDown, FrameTooLarge):
             self.counters["handshake_lost"] += 1
 
     def _draw_number(self) -> int:
@@ -269,7 +289,11 @@ class EngineSessions:
 
     def _check_every_s(self) -> float:
         every_s = self.terms.settings.half_open_s / 4
-        return every_s if self._liveness is None else min(every_s, self._liveness.frontend_dead_after_s / 8)
+        liveness = self._liveness
+        # A judge that looks at most twice within a deadline would take itself for frozen.
+        if liveness is None:
+            return every_s
+        return min(every_s, liveness.frontend_dead_after_s / 8, liveness.broker_down_after_s / 8)
 
     # ---------------------------------------------------------------------------------------------------- frames
 
@@ -297,7 +321,14 @@ class EngineSessions:
         self._active[session.number] = attached
         if taken:
             attached.heard(now)
-            message = self._decode(attached, header.kind, payload)
+            try:
+                whole = session.whole(header, payload)
+            except MalformedFrame as error:
+                # Whose request it was is not known, and its frontend must not wait for it.
+                self.counters["malformed"] += 1
+                messages += self._leave(session.number, f"the engine can't read what came: {error}", now)
+                return
+            message = None if whole is None else self._decode(attached, header.kind, whole)
             if message is not None:
                 messages.append((session.number, message))
                 if type(message) is Goodbye:

@@ -1,7 +1,7 @@
 """What all sessions of one link have in common, and how a message becomes what a lane takes."""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Final, TypeAlias
 
 from tllm_core.contracts.messages import (
@@ -36,7 +36,8 @@ URGENT: Final = frozenset({Abort, Goodbye, Stop, Stopping, Obituary})
 class Terms:
     """What all sessions of one link have in common.
 
-    key: None = by reference, without codec and MAC. max_bytes: one message at most. beat_s: how often this end beats; 0 = never.
+    key: None = by reference, without codec and MAC. max_bytes: one message at most. room: bytes of payload in one frame of the
+    port, None = no limit; asked anew for each session. beat_s: how often this end beats; 0 = never.
     """
 
     def __init__(
@@ -47,13 +48,14 @@ class Terms:
         settings: WireSettings,
         counters: Counter[str],
         reliable: bool = True,
-        max_bytes: int | None = None,
+        room: Callable[[], int | None] = lambda: None,
         beat_s: float = 0.0,
     ) -> None:
         self.key, self.generation = key, generation
         self.settings, self.counters = settings, counters
         self.reliable, self.beat_s = reliable, beat_s
-        self.max_bytes = min(settings.max_message_bytes, max_bytes or settings.max_message_bytes)
+        self.max_bytes = settings.max_message_bytes
+        self.room = room
 
     def gate(self, *, down: bool) -> Gate:
         return Gate(

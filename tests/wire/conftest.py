@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from tllm_core.contracts.interfaces import PORT_UP, EngineAddress, EnginePort, FrontendPort, PortState
-from tllm_core.errors import PortClosed, PortDown, PortFull
+from tllm_core.errors import FrameTooLarge, PortClosed, PortDown, PortFull
 
 GENERATION = 0x1234_5678_9ABC_DEF0
 _WAKE = object()
@@ -125,11 +125,15 @@ class QueueFrontendPort(_QueuePort, FrontendPort):
     def __init__(self, network: Network, engine: QueueEnginePort, peer: bytes) -> None:
         super().__init__(network)
         self.engine = engine
+        self.max_frame = engine.max_frame
+        self.limit: int | None = None
         engine.frontends[peer] = self
 
     def send(self, frame) -> None:
         if self.closed:
             raise PortClosed("closed")
+        if self.limit is not None and sum(len(bytes(buffer)) for buffer in frame) > self.limit:
+            raise FrameTooLarge(f"over {self.limit} bytes")
         self.network.carry(frame, self.engine.inbox, self.engine.held)
 
 

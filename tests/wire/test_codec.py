@@ -126,6 +126,7 @@ special_messages = st.one_of(
         version=st.just(1),
         window_frames=st.integers(1, 9),
         window_bytes=st.integers(1, 9),
+        max_message_bytes=st.integers(1, 9),
         info=st.builds(
             EngineInfo, model=texts, supports=st.frozensets(texts, max_size=2), sampling_defaults=st.just({"n": 1})
         ),

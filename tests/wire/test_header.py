@@ -9,7 +9,7 @@ import pytest
 
 from tllm_core.contracts.messages import Hello, Refuse
 from tllm_core.wire.codec import encode
-from tllm_core.wire.header import ACK, DOWN, GAP, MESSAGE, MORE, SEALED_SIZE, Gate, Seal, derive_key
+from tllm_core.wire.header import ACK, DOWN, GAP, MESSAGE, SEALED_SIZE, Gate, Seal, derive_key
 
 KEY = bytes(range(32))
 
@@ -93,7 +93,6 @@ def test_keys_differ_by_everything_they_are_for() -> None:
         (seal(down=False).frame(ACK), "wrong_direction"),
         (seal().frame(99), "unknown_kind"),
         (seal().frame(0), "unknown_kind"),
-        (seal().frame(MESSAGE, flags=MORE), "unknown_kind"),
         (seal().frame(MESSAGE, flags=0x80), "unknown_kind"),
         (seal().frame(MESSAGE, [b"x" * 600, b"x" * 600]), "oversized"),
         (seal().frame(MESSAGE, [b""] * 2000), "oversized"),

@@ -53,11 +53,13 @@ class End:
     def arrive(self, frame: list[bytes], now: float) -> None:
         header = self.gate.read(frame)
         if header is not None and self.session.is_genuine(frame) and self.session.take(header, now):
-            self.taken.append(frame[1])
+            whole = self.session.whole(header, frame[1:])
+            if whole is not None:
+                self.taken.append(bytes(whole[0]))
 
     def act(self) -> None:
         self.lane.receiver.delivered()
-        self.acted = len(self.taken)
+        self.acted = self.lane.receiver.taken
 
 
 class Channel(RuleBasedStateMachine):
@@ -80,9 +82,9 @@ class Channel(RuleBasedStateMachine):
             end.session.offer((MESSAGE, (body,), len(body), urgent))
             end.offered.append(body)
         except Overloaded:
-            waiting = end.offered[sender.sent :]
+            waiting = [frame.size for sequence, frame in sender._frames.items() if sequence > sender.sent]
             assert not urgent
-            assert len(waiting) >= SMALL.backlog_frames or sum(map(len, waiting)) + len(body) > SMALL.backlog_bytes
+            assert len(waiting) >= SMALL.backlog_frames or sum(waiting) + len(body) > SMALL.backlog_bytes
 
     @rule(seconds=st.sampled_from([0.001, 0.015, 0.05, 0.3, 1.0]))
     def wait(self, seconds: float) -> None:
@@ -145,10 +147,11 @@ class Channel(RuleBasedStateMachine):
     def windows_are_bounded(self) -> None:
         for end in self.ends:
             sender = end.lane.sender
-            flight = end.offered[sender.acked : sender.cursor - 1]
+            flight = [sender._frames[sequence].size for sequence in range(sender.acked + 1, sender.cursor)]
             assert len(flight) <= SMALL.window_frames
-            assert len(flight) <= 1 or sum(map(len, flight)) <= SMALL.window_bytes
-            assert sender.acked <= sender.sent <= sender.last == len(end.offered)
+            assert len(flight) <= 1 or sum(flight) <= SMALL.window_bytes
+            assert all(frame.size <= SMALL.window_bytes // 4 for frame in sender._frames.values())
+            assert sender.acked <= sender.sent <= sender.last
 
     def teardown(self) -> None:
         """The channel heals: everything arrives, and every table is empty, within a bounded time."""

@@ -318,6 +318,31 @@ def test_large_messages_are_refused_before_they_are_accepted(lane) -> None:
     assert len(collect(front, 3)) == 3
 
 
+def test_messages_larger_than_a_frame_cross_whole_whatever_the_network_does(lane, network, engine_port) -> None:
+    engine_port.max_frame = 400
+    engine, front = lane(reliable=False)
+    network.lose, network.double, network.swap = 0.1, 0.1, 0.1
+    prompt = list(range(600))
+    for number in range(3):
+        front.send(Submit(number, GenerationRequest(prompt_token_ids=TokenIds.of(prompt))))
+    front.send(Control(7, "say", ["x" * 2000, list(range(500))]))
+    *batches, reply = collect(front, 1801)
+    assert [token for batch in batches for token in batch.token_ids] == prompt * 3
+    assert list(reply.values) == ["x" * 2000, list(range(500))]
+    assert max(sum(len(bytes(buffer)) for buffer in frame) for frame in network.seen) <= 400
+    engine.stop()
+
+
+def test_a_port_whose_limit_comes_down_loses_the_session_and_not_the_caller(lane, engine_port) -> None:
+    engine, front = lane()
+    front._port.limit = 400
+    with contextlib.suppress(TransportError):
+        front.send(Submit(1, GenerationRequest(prompt_token_ids=TokenIds.of(range(600)))))
+    with pytest.raises(TransportError, match="can't be sent any more"):
+        front.receive(0.1)
+    engine.stop()
+
+
 def test_receive_returns_early_for_a_wake_and_in_time_without_one(lane) -> None:
     engine, front = lane()
     assert front.receive(0.0) == []
