@@ -6,6 +6,7 @@ import os
 import secrets
 from collections.abc import Callable
 from contextlib import ExitStack
+from functools import partial
 
 import msgspec
 from msgspec import Struct
@@ -157,13 +158,14 @@ class Plan:
                 closers.callback(world.kill)
             link, _ = self._link(content.address, key, b"", settings.wire, liveness)
             closers.callback(link.close)
-            welcome = self.open(link, deadline.left() or 0.0)
+            # The watcher's lane is read meanwhile: it must not expire, and may tell that nobody will answer.
+            welcome = self.open(link, deadline.left() or 0.0, partial(_raise_if_ended, world))
             closers.pop_all()
         return Attachment(link, welcome, world, liveness)
 
-    def open(self, link: FrontendLink, timeout: float) -> Welcome:
+    def open(self, link: FrontendLink, timeout: float, meanwhile: Callable[[], None] = lambda: None) -> Welcome:
         """Opens a lane to an engine, and tells it whose end means the end of this frontend."""
-        welcome = link.open(timeout)
+        welcome = link.open(timeout, meanwhile)
         if Capability.CROSS_PROCESS in self.transport.capabilities:
             own = identify(-1, os.getpid())
             link.send(Introduce(host_id(), own.pid, own.start_time))
@@ -226,6 +228,13 @@ class Attachment(Struct):
     welcome: Welcome
     world: World | None
     liveness: LivenessSettings
+
+
+def _raise_if_ended(world: World | None) -> None:
+    """Raises EngineDeadError once the world says that it ended."""
+    for event in () if world is None else world.events(0):
+        if isinstance(event, Failed | Exited):
+            raise EngineDeadError(event.cause())
 
 
 def _processes(content: AttachFile) -> dict[str, Identity]:
