@@ -14,7 +14,7 @@ from tllm_core.config.settings import (
     PluginSettings,
     Settings,
 )
-from tllm_core.config.shown import Shown, masked, shown_settings
+from tllm_core.config.shown import Shown, masked, shown_settings, unused_tables
 from tllm_core.config.sources import Text
 
 __all__ = [
@@ -30,4 +30,5 @@ __all__ = [
     "load_settings",
     "masked",
     "shown_settings",
+    "unused_tables",
 ]

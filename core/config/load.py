@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 from msgspec import Struct
 
-from tllm_core.config.convert import convert_layer, fail
+from tllm_core.config.convert import check_layer, convert_layer, fail
 from tllm_core.config.settings import AttachSettings, Choice, EngineChoice, LedgerSettings, PluginSettings, Settings
 from tllm_core.config.sources import (
     SECTIONS,
@@ -125,20 +125,19 @@ def _is_chosen(path: KeyPath, names: Mapping[str, Value]) -> bool:
 
 
 def _choice(layer: Layer, section: str, name: str | None, registry: Registry) -> EngineChoice | Choice:
-    own: Layer = {}
+    tables: dict[str, Layer] = {}
     for path, value in layer.items():
         if path[0] != section or path == (section, "name"):
             continue
         if len(path) == 2:
             fail(path, _not_a_key(section, path[1], registry), value.origin)
-        if path[1] == name:
-            own[path] = value
-        elif path[1] != CHOSEN:
-            _check_other(path, value, registry.names(CHOICES[section]))
+        tables.setdefault(path[1], {})[path] = value
+    for other in (key for key in tables if key not in (name, CHOSEN)):
+        _check_other_table(section, other, tables[other], registry)
     if name is None:
         return EngineChoice()
     settings_type = _settings_type(section, name, registry, layer.get((section, "name")))
-    options = convert_layer(settings_type, own, (section, name))[1]
+    options = convert_layer(settings_type, tables.get(name, {}), (section, name))[1]
     return EngineChoice(name, options) if section == "engine" else Choice(name, options)
 
 
@@ -149,12 +148,23 @@ def _not_a_key(section: str, key: str, registry: Registry) -> str:
     return f"unknown key{suggestion(key, ['name', CHOSEN, *names])}"
 
 
-def _check_other(path: KeyPath, value: Value, names: Sequence[str]) -> None:
-    # Options of what is not chosen stay unread, but a misspelt name must not hide them.
+def _check_other_table(section: str, name: str, table: Layer, registry: Registry) -> None:
+    """What is not chosen is not used, but a mistake in it would show only on the day that it is."""
+    kind = CHOICES[section]
+    _check_installed(next(iter(table)), next(iter(table.values())), registry.names(kind))
+    if ":" in name:
+        return
+    try:
+        settings_type = getattr(registry, kind)(name).settings_type
+    except PluginError:  # nothing that concerns anybody who does not choose it
+        return
+    check_layer(settings_type, table, (section, name))
+
+
+def _check_installed(path: KeyPath, value: Value, names: Sequence[str]) -> None:
     if path[1] not in names and ":" not in path[1]:
-        fail(
-            path[:2], f"there is no {KIND_OF[path[0]]} {path[1]!r}{suggestion(path[1], [*names, CHOSEN])}", value.origin
-        )
+        known = f"{suggestion(path[1], [*names, CHOSEN])}; installed: {', '.join(names)}"
+        fail(path[:2], f"there is no {KIND_OF[path[0]]} {path[1]!r}{known}", value.origin)
 
 
 def _settings_type(section: str, name: str, registry: Registry, origin: Value | None) -> type[Struct]:
@@ -178,7 +188,7 @@ def _table(layer: Layer, section: str, registry: Registry) -> Struct:
     enabled = convert_layer(_Enable, {path: values[path] for path in values if len(path) == 2}, (section,))[0].enable
     for path, value in options.items():
         if path[1] not in enabled:
-            _check_other(path, value, registry.names("plugin"))
+            _check_installed(path, value, registry.names("plugin"))
     return PluginSettings(enabled, _plugin_options(options))
 
 

@@ -36,6 +36,20 @@ def shown_settings(settings: Settings, registry: Registry | None = None) -> list
     ]
 
 
+def unused_tables(settings: Settings) -> dict[str, str]:
+    """The tables of engines, transports and launchers that are not chosen and of plugins that are not enabled: with origin."""
+    chosen = {section: (str(getattr(settings, section).name),) for section in ("engine", "transport", "launcher")}
+    chosen["plugins"] = settings.plugins.enable
+    unused: dict[str, str] = {}
+    for key, origin in settings.origins.items():
+        section, _, rest = key.partition(".")
+        used = any(rest.startswith(f"{name}.") for name in chosen.get(section, ()))
+        if section in chosen and "." in rest and not used:
+            module, colon, below = rest.rpartition(":")
+            unused.setdefault(f"{section}.{module}{colon}{below.partition('.')[0]}", origin)
+    return unused
+
+
 def masked(key: str, value: Any) -> Any:
     """`value` with what must not be printed replaced: all of it where `key` names a secret, else passwords inside URLs."""
     words = key.lower().replace("-", "_").split("_")

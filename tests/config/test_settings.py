@@ -1,18 +1,22 @@
 """Settings: precedence, origins, and errors that name file, key and what was meant."""
 
+import enum
 import itertools
+import math
 import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 from msgspec import Meta, Struct
 
-from tllm_core.config import Settings, Text, convert_options, load_settings, masked, shown_settings
+from tllm_core.config import Settings, Text, convert_options, load_settings, masked, shown_settings, unused_tables
+from tllm_core.config.convert import check_layer
+from tllm_core.config.sources import Value
 from tllm_core.errors import ConfigError, PluginError
 from tllm_core.registry import Registry
 
@@ -148,11 +152,94 @@ def test_options_of_the_chosen_plugin_may_be_given_without_its_name(load: Any) -
     assert by_reference.engine.options == {"block_size": 2}
 
 
-def test_options_of_what_is_not_chosen_stay_unread(load: Any) -> None:
-    text = "[engine]\nname = 'mock'\n[engine.other]\nwhatever = 1\n[transport.carrier]\nwhatever = 2\n"
+def test_options_of_what_is_not_chosen_are_checked_and_not_used(load: Any) -> None:
+    text = "[engine]\nname = 'mock'\n[engine.other]\nblock_size = 1\n[transport.carrier]\nretry_s = 2.0\n"
     settings = load(text)
     assert settings.engine.options == {}
     assert settings.transport.options == {}
+    assert unused_tables(settings) == {"engine.other": "tllm.toml", "transport.carrier": "tllm.toml"}
+    with pytest.raises(ConfigError, match=r"engine\.other\.blok_size: unknown key \(did you mean 'block_size'\?\)"):
+        load("[engine]\nname = 'mock'\n[engine.other]\nblok_size = 1\n")
+    with pytest.raises(ConfigError, match=r"tllm\.toml: transport\.carrier\.retry_s: expected float, got str"):
+        load("[transport.carrier]\nretry_s = 'x'\n")
+    with pytest.raises(
+        ConfigError, match=r"there is no engine 'otter' \(did you mean 'other'\?\); installed: mock, other"
+    ):
+        load("[engine]\nname = 'mock'\n[engine.otter]\nblok_size = 1\n")
+
+
+def test_what_is_not_chosen_need_not_be_complete() -> None:
+    layer = {("engine", "x", "colour"): Value("red", "here")}
+    check_layer(Choosy, layer, ("engine", "x"))
+    with pytest.raises(ConfigError, match="'size' must be given"):
+        convert_options(Choosy, {"colour": "red"}, "engine.x")
+
+
+class Colour(enum.Enum):
+    RED = "red"
+    GREEN = "green"
+
+
+class Dog(Struct, tag="dog"):
+    bark: Literal["low", "high"] = "low"
+
+
+class Cat(Struct, tag="cat"):
+    lives: int = 9
+
+
+class Choosy(Struct, forbid_unknown_fields=True, kw_only=True):
+    size: int
+    colour: Colour = Colour.RED
+    level: int | Literal["low", "high"] | None = None
+    pets: tuple[Dog | Cat, ...] = ()
+    named: dict[str, Colour] = {}
+    rate: float = 0.0
+    name: str = ""
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"colour": "rde"}, "x.colour: unknown value 'rde'; it must be one of: 'red', 'green'"),
+        ({"colour": Text("rde")}, "x.colour: unknown value 'rde'; it must be one of: 'red', 'green'"),
+        ({"colour": 3}, "x.colour: expected str, got int; it must be one of: 'red', 'green'"),
+        ({"level": "middle"}, "x.level: unknown value 'middle'; it must be one of: 'low', 'high'"),
+        ({"level": Text("middle")}, "x.level: unknown value 'middle'; it must be one of: 'low', 'high'"),
+        ({"pets": [{"type": "cow"}]}, "x.pets[0].type: invalid value 'cow'; it must be one of: 'dog', 'cat'"),
+        ({"pets": Text('[{"type": "cow"}]')}, "x.pets[0].type: invalid value 'cow'; it must be one of: 'dog', 'cat'"),
+        (
+            {"pets": [{"type": "cat"}, {"type": "dog", "bark": "x"}]},
+            "x.pets[1].bark: unknown value 'x'; it must be one of: 'low', 'high'",
+        ),
+        ({"named": {"a": "blue"}}, "x.named[...]: unknown value 'blue'; it must be one of: 'red', 'green'"),
+    ],
+)
+def test_where_only_some_values_are_allowed_they_are_listed(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=f"^{re.escape(message)}$"):
+        convert_options(Choosy, {"size": 1} | options, "x")
+
+
+@pytest.mark.parametrize(
+    ("value", "key", "words"),
+    [
+        (math.nan, "rate", "must be a finite number, not nan"),
+        (Text("nan"), "rate", "must be a finite number, not nan"),
+        (-math.inf, "rate", "must be a finite number, not -inf"),
+        (Text("inf"), "rate", "must be a finite number, not inf"),
+        (2**64, "size", "is a number of more than 64 bits"),
+        (Text("9" * 30), "size", "is a number of more than 64 bits"),
+        ("a\0b", "name", r"must not contain a NUL character: 'a\x00b'"),
+        (Text("a\0b"), "name", r"must not contain a NUL character: 'a\x00b'"),
+        ("a\udcffb", "name", r"is not UTF-8 text: 'a\udcffb'"),
+        (Text("a\udcffb"), "name", r"is not UTF-8 text: 'a\udcffb'"),
+        ({"k": "a\udcff"}, "named", r"is not UTF-8 text: 'a\udcff'"),
+        ({"a\udcff": "red"}, "named", r"is not UTF-8 text: 'a\udcff'"),
+    ],
+)
+def test_what_no_setting_can_be_is_refused_where_it_is_set(value: Any, key: str, words: str) -> None:
+    with pytest.raises(ConfigError, match=f"^{re.escape(f'x.{key}: {words}')}$"):
+        convert_options(Choosy, {"size": 1, key: value}, "x")
 
 
 def test_text_becomes_what_its_field_is(load: Any) -> None:
