@@ -130,7 +130,8 @@ class BrokerProcess:
 
     def _failure(self) -> TransportError:
         return TransportError(
-            f"{self._name} did not get ready (start_timeout_s {self._start_timeout_s:g}); its output ends with:\n{self.output[-2000:]}"
+            f"{self._name} did not get ready (start_timeout_s {self._start_timeout_s:g}); "
+            f"its output ends with:\n{self.output[-2000:]}"
         )
 
     def _start_on_free_port(self) -> int:
