@@ -42,7 +42,6 @@ MAX_N = 1024
 
 
 def prepare(settings: EchoSettings, progress: ProgressCallback) -> None:
-    progress("preparing echo", None)
     Faults(settings.faults, 0).strike("prepare")
 
 
