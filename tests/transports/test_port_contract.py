@@ -16,9 +16,11 @@ from typing import Any
 
 import pytest
 
+from tllm_core.conformance.broker import valkey_server
 from tllm_core.contracts.interfaces import EnginePort, Frame, FrontendPort, PeerId, Port, Transport
 from tllm_core.errors import PortClosed, PortDown, PortFull, TransportError
 from tllm_core.transports.inproc import InprocSettings, InprocTransport
+from tllm_core.transports.redis import RedisSettings, RedisTransport
 from tllm_core.transports.zmq import ZmqSettings, ZmqTransport
 
 PATIENCE_S = 20.0
@@ -62,13 +64,25 @@ class Lane:
             port.close()
 
 
-@pytest.fixture(params=["inproc", "zmq-ipc", "zmq-tcp"])
+@pytest.fixture(scope="module")
+def valkey() -> Iterator[str]:
+    with valkey_server() as server:
+        yield server.url
+
+
+@pytest.fixture(params=["inproc", "zmq-ipc", "zmq-tcp", "redis"])
 def make_transport(request: pytest.FixtureRequest) -> Iterator[Callable[..., Transport]]:
     """Makes the transport under test; `queue_frames` bounds what it holds for one receiver, where given."""
 
     def make(queue_frames: int | None = None) -> Transport:
         if request.param == "inproc":
             return InprocTransport(InprocSettings(**({} if queue_frames is None else {"queue_frames": queue_frames})))
+        if request.param == "redis":
+            return RedisTransport(
+                RedisSettings(
+                    url=request.getfixturevalue("valkey"), queue_bytes=1 << 28, queue_frames=queue_frames or 4096
+                )
+            )
         options: dict[str, Any] = {"directory": directory, "protocol": request.param.removeprefix("zmq-")}
         if queue_frames is not None:
             options["high_water_frames"] = queue_frames

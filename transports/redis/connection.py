@@ -1,0 +1,162 @@
+"""One connection to the server: commands in, replies out, one thread, no retries.
+
+redis-py's clients repeat a command whose reply was lost, which writes an entry twice. So this uses its connections directly:
+what becomes of a command is decided by who sent it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+from collections.abc import Sequence
+from typing import Any, TypeAlias
+from urllib.parse import parse_qs, urlsplit
+
+from redis.backoff import NoBackoff
+from redis.connection import ConnectionPool, parse_url
+from redis.exceptions import (
+    AuthenticationError,
+    NoPermissionError,
+    RedisError,
+    ResponseError,
+)
+from redis.retry import Retry
+
+from tllm_core.errors import ConfigError, TransportError
+from tllm_core.transports.redis.settings import DEFAULT_URL, RedisSettings
+
+Command: TypeAlias = Sequence[Any]
+
+LOST = (RedisError, OSError)
+"""What a connection that is of no more use raises."""
+
+
+class Connection:
+    """One connection, opened once and never again. `shut` may be called from any thread, the rest from one at a time."""
+
+    def __init__(self, link: Any) -> None:
+        self._link = link  # redis-py's; much of it is untyped
+        self._ended = False
+
+    def open(self) -> None:
+        self._link.connect()
+
+    def run(self, commands: Sequence[Command]) -> list[Any]:
+        """Sends all at once and returns their replies; what the server refused is a ResponseError among them.
+
+        Raises one of LOST where the connection is lost or silent for too long: then nobody knows what was done.
+        """
+        if self._ended:
+            raise ConnectionAbortedError("the connection was ended by this side")
+        self._link.send_packed_command(self._link.pack_commands(commands), check_health=False)
+        return [self._reply() for _ in commands]
+
+    def call(self, *command: Any) -> Any:
+        """The reply to one command. Raises ResponseError where the server refuses it, else as `run`."""
+        return done(self.run([command]))[0]
+
+    def _reply(self) -> Any:
+        try:
+            return self._link.read_response()
+        except ResponseError as error:
+            return error
+
+    def shut(self) -> None:
+        """Ends a call that is blocked, and every later one."""
+        self._ended = True
+        sock = self._link._sock
+        if sock is not None:
+            with contextlib.suppress(OSError):
+                sock.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        """Closes the descriptor; in a forked child, only that."""
+        self._ended = True
+        self._link.disconnect()
+
+
+def done(replies: list[Any]) -> list[Any]:
+    """The replies, none of which is an error. Raises the first that is."""
+    for reply in replies:
+        if isinstance(reply, Exception):
+            raise reply
+    return replies
+
+
+class Dialer:
+    """Knows where the server is and how to log in. Shows neither the password nor the user in anything it says."""
+
+    def __init__(self, settings: RedisSettings, url: str | None = None) -> None:
+        self._settings = settings
+        self._url = settings.url or url or DEFAULT_URL
+        self.where = public_url(self._url, settings.db)
+        self._options = _options(settings, self._url)
+
+    def dial(self, blocks_s: float = 0.0) -> Connection:
+        """A new open connection for commands that block up to `blocks_s`. Raises one of LOST."""
+        pool = ConnectionPool(**self._options, socket_timeout=self._settings.answer_timeout_s + blocks_s)
+        connection = Connection(pool.make_connection())
+        try:
+            connection.open()
+        except BaseException:
+            connection.close()
+            raise
+        return connection
+
+    def refusal(self, error: BaseException) -> TransportError:
+        """What people read when the server can't be used."""
+        if isinstance(error, AuthenticationError):
+            advice = "; check transport.redis.username and transport.redis.password"
+        elif isinstance(error, NoPermissionError):
+            advice = f"; the user needs its keys {self._settings.prefix}:* and commands on strings and streams"
+        elif isinstance(error, ResponseError):
+            advice = ""
+        else:
+            advice = "; is it running, and is transport.redis.url right?"
+        return TransportError(f"the redis server {self.where} can't be used: {in_words(error)}{advice}")
+
+
+def in_words(error: BaseException) -> str:
+    """An error in one line."""
+    return " ".join(str(error).split())[:300] or type(error).__name__
+
+
+def public_url(url: str, db: int | None = None) -> str:
+    """The URL without user and password. Raises ConfigError for one that is none of redis."""
+    try:
+        parts = urlsplit(url)
+        parts.port  # noqa: B018 - looks whether it is a number
+    except ValueError:  # its text shows parts of the URL, which may be parts of a password
+        raise ConfigError("transport.redis.url is no URL; write user and password with %-escapes") from None
+    if parts.scheme not in ("redis", "rediss", "unix"):
+        raise ConfigError(
+            f"transport.redis.url must start with redis://, rediss:// or unix://, not {parts.scheme[:20]!r}"
+        )
+    in_query = parse_qs(parts.query).get("db", [""])[0]
+    if parts.scheme == "unix":
+        number = str(db) if db is not None else in_query
+        return f"unix://{parts.path}" + (f"?db={number}" if number else "")
+    number = str(db) if db is not None else in_query or parts.path.strip("/") or "0"
+    return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}/{number}"
+
+
+def _options(settings: RedisSettings, url: str) -> dict[str, Any]:
+    try:
+        options: dict[str, Any] = dict(parse_url(url))  # type: ignore[no-untyped-call]
+    except ValueError:
+        raise ConfigError("transport.redis.url is wrong: an option or the number of the database") from None
+    for name in ("username", "password", "db"):
+        if (value := getattr(settings, name)) is not None:
+            options[name] = value
+    if urlsplit(url).scheme == "rediss":
+        files = {
+            "ssl_ca_certs": settings.tls_ca_file,
+            "ssl_certfile": settings.tls_cert_file,
+            "ssl_keyfile": settings.tls_key_file,
+        }
+        options.update({name: path for name, path in files.items() if path is not None})
+    if urlsplit(url).scheme != "unix":
+        options.update(socket_connect_timeout=settings.connect_timeout_s, socket_keepalive=True)
+    for name in ("socket_timeout", "retry_on_timeout", "retry_on_error", "health_check_interval", "decode_responses"):
+        options.pop(name, None)
+    return {**options, "protocol": 2, "retry": Retry(NoBackoff(), 0)}
