@@ -4,8 +4,7 @@ import os
 import signal
 from collections.abc import Iterator
 
-from tllm_core import EngineDeadError, GenerationExecutor, SamplingParams
-from tllm_core.ledger.result import GenerationResult
+from tllm_core import EngineDeadError, GenerationExecutor, GenerationResult, SamplingParams
 
 PACE = {"step_interval_s": 0.05, "max_seq_len": 100_000}
 

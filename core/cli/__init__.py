@@ -3,6 +3,7 @@
 Exit codes: 0 done, 1 failed, 2 wrong use, setting or input, 130 interrupted. A reader that closes the pipe is no failure.
 """
 
+import io
 import os
 import signal
 import sys
@@ -21,17 +22,15 @@ _CONFIG_ERRORS = ("ConfigError", "PluginError", "Broken", "MissingExtra", "Model
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one verb and returns the exit code."""
     signal.signal(signal.SIGTERM, _terminated)
-    debug = False
-    if sys.stderr is None:
-        sys.stderr = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115 - for the process's life
-    if sys.stdout is None:
-        print("tllm: standard output is closed; there is nowhere to answer to", file=sys.stderr)
+    if not _prepare_streams():
         return FAILED
+    debug = False
     try:
         from tllm_core.cli.arguments import parse
 
         arguments = parse(sys.argv[1:] if argv is None else list(argv))
         debug = getattr(arguments, "debug", False)
+        _let_interrupts_raise()
         code = int(arguments.run(arguments) or OK)
         sys.stdout.flush()
     except KeyboardInterrupt:
@@ -55,6 +54,23 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"tllm: internal error: {error!r}; --debug shows where", file=sys.stderr)
         return FAILED
     return code
+
+
+def _prepare_streams() -> bool:
+    if sys.stderr is None:
+        sys.stderr = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115 - for the process's life
+    if sys.stdout is None:
+        print("tllm: standard output is closed; there is nowhere to answer to", file=sys.stderr)
+        return False
+    if isinstance(sys.stdout, io.TextIOWrapper):  # a model may say what the terminal has no characters for
+        sys.stdout.reconfigure(errors="replace")
+    return True
+
+
+def _let_interrupts_raise() -> None:
+    """From here on something may run that needs an orderly end. Before, `tllm_core.entry` ends the process at once."""
+    if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def _drop_output() -> None:

@@ -39,20 +39,31 @@ class _Parser(argparse.ArgumentParser):
         super().__init__(**{"allow_abbrev": False, **given})
 
 
+class _Verbs(argparse._SubParsersAction):  # type: ignore[type-arg]
+    """Lists every verb, also one that a plugin adds without a help text."""
+
+    def add_parser(self, name: str, **given: Any) -> Any:
+        return super().add_parser(name, **{"help": "a plugin's verb", **given})
+
+
 def parse(argv: Sequence[str]) -> argparse.Namespace:
-    """The arguments, with `run` set. Ends the process as argparse does: 0 after help, 2 after a mistake."""
+    """The arguments, with `run` set. Ends the process as argparse does: 0 after help, 2 after a mistake.
+
+    Raises ConfigError for arguments that are no text, PluginError for a verb whose plugin can't be used.
+    """
+    _check_text(argv)
     verb = argv[0] if argv and not argv[0].startswith("-") else None
     parser = _Parser(
         prog="tllm", description="An LLM behind a boundary that never leaves you waiting for a dead engine."
     )
     parser.add_argument("--version", action="version", version=f"tllm-core {__version__}")
-    commands = parser.add_subparsers(metavar="VERB", parser_class=_Parser)
+    commands = parser.add_subparsers(metavar="VERB", parser_class=_Parser, action=_Verbs)
     for name, (module, text) in VERBS.items():
         command = commands.add_parser(name, help=text, description=text[0].upper() + text[1:] + ".")
         if name == verb:
             _fill(command, name, module)
     if verb is None:
-        parser.epilog = _plugin_verbs()
+        parser.epilog = _list_plugin_verbs(commands)
     elif verb not in VERBS:
         _add_plugin_verb(verb, parser, commands)
     parser.set_defaults(run=lambda arguments: parser.print_help())
@@ -96,11 +107,13 @@ def settings_of(
         )
 
     settings = loaded()
-    if needs_engine and settings.engine.name is None and settings.attach.file is None:
-        if arguments.model is None:
-            raise ConfigError(no_engine(registry))
+    if settings.engine.name is not None or settings.attach.file is not None:
+        return settings
+    if arguments.model is not None:
         overrides["engine.name"], origins["engine.name"] = "tp", "default, as a model is given"
-        settings = loaded()
+        return loaded()
+    if needs_engine:
+        raise ConfigError(no_engine(registry))
     return settings
 
 
@@ -137,23 +150,38 @@ def _fill(parser: argparse.ArgumentParser, verb: str, module: str) -> None:
     parser.set_defaults(run=getattr(code, verb), verb=verb)
 
 
-# --------------------------------------------------------------------------------------------------- plugin verbs
-
-
-def _plugin_verbs() -> str | None:
-    names = Registry().names("plugin")
-    return f"installed plugins, which may have verbs of their own: {', '.join(names)}" if names else None
+# ---------------------------------------------------------------------------------------- verbs that are not there
 
 
 def _add_plugin_verb(verb: str, parser: argparse.ArgumentParser, commands: "argparse._SubParsersAction[Any]") -> None:
+    from tllm_core.cli.plugin_verbs import add_all_verbs, add_verb_of
+
     registry = Registry()
-    if verb not in registry.names("plugin"):
-        _unknown_verb(parser, verb, [*VERBS, *registry.names("plugin")])
-    registry.plugin(verb)
-    registry.hooks.tllm_add_commands(commands=commands)
+    names = registry.names("plugin")
+    if verb in names:  # most are called as their plugin is
+        add_verb_of(verb, commands, registry)
     if verb not in commands.choices:
+        add_all_verbs(commands, registry)
+    if verb not in commands.choices and verb in names:
         parser.error(f"the plugin {verb!r} has no verb of that name")
+    if verb not in commands.choices:
+        _unknown_verb(parser, verb, list(commands.choices))
 
 
 def _unknown_verb(parser: argparse.ArgumentParser, verb: str, known: Sequence[str]) -> Never:
     parser.error(f"there is no verb {verb!r}{suggestion(verb, known)}; there are: {', '.join(known)}")
+
+
+def _list_plugin_verbs(commands: "argparse._SubParsersAction[Any]") -> str | None:
+    from tllm_core.cli.plugin_verbs import add_all_verbs
+
+    broken = add_all_verbs(commands, Registry())
+    return f"plugins that can't be used ('tllm plugins' says why): {', '.join(broken)}" if broken else None
+
+
+def _check_text(argv: Sequence[str]) -> None:
+    for position, argument in enumerate(argv, 1):
+        try:
+            argument.encode()
+        except UnicodeEncodeError:
+            raise ConfigError(f"argument {position} is not UTF-8 text: {argument!r}") from None

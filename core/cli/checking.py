@@ -16,12 +16,20 @@ def add_check(parser: argparse.ArgumentParser) -> None:
 
 def check(arguments: argparse.Namespace) -> int:
     """Starts what is set, sends one request through it, and prints what each step took."""
-    settings = settings_of(arguments, Registry(), needs_engine=True)
+    from tllm_core.config import unused_tables
+    from tllm_core.plan import Plan
+
+    registry = Registry()
+    settings = settings_of(arguments, registry, needs_engine=True)
+    unused = {} if settings.attach.file else unused_tables(settings)
     if settings.attach.file is None:
+        Plan.of(settings, registry)  # a pair that can't work is not "ok" first
         chosen = ", ".join(f"{name} {getattr(settings, name).name}" for name in ("engine", "transport", "launcher"))
     else:
         chosen = f"attach to {settings.attach.file}"
     print(f"settings    ok: {chosen}", flush=True)
+    for table, origin in unused.items():
+        print(f"            [{table}] ({origin}) is not used: {_why(table)}", flush=True)
     began = time.monotonic()
     with running(settings, lines=True) as executor:
         ready = time.monotonic()
@@ -30,3 +38,8 @@ def check(arguments: argparse.Namespace) -> int:
         took_ms = 1000 * (time.monotonic() - ready)
         print(f"round trip  ok: {len(result.outputs[0].token_ids)} token in {took_ms:.1f} ms")
     return 0
+
+
+def _why(table: str) -> str:
+    section = table.partition(".")[0]
+    return "plugins.enable does not name it" if section == "plugins" else f"another {section} is chosen"

@@ -1,6 +1,7 @@
 """`tllm demo`, `generate` and `chat`: prompts in, text to the terminal as it comes."""
 
 import argparse
+import io
 import json
 import sys
 import time
@@ -57,14 +58,20 @@ def demo(arguments: argparse.Namespace) -> int:
     choices = {"engine.name": "tp", "transport.name": "zmq", "launcher.name": "spawn"}
     model = {} if arguments.engine else {"engine.options.model": DEMO_MODEL}
     settings = settings_of(arguments, Registry(), defaults=choices | model)
+    params = SamplingParams(max_tokens=arguments.max_tokens)
+    params.check()  # before anything is loaded
+    if not arguments.question.strip():
+        raise ConfigError("the question is empty")
     began = time.monotonic()
     with running(settings, lines=True) as executor:
         started_s = time.monotonic() - began
         print(f"{executor.info.model} is ready after {started_s:.1f} s, in a process of its own.\n")
         print(f"> {arguments.question}\n")
-        answer = _answer(executor, arguments.question, SamplingParams(max_tokens=arguments.max_tokens), chat=True)
-    rate = f", {answer.tokens_per_s:.1f} tokens/s" if answer.tokens_per_s else ""
-    print(f"\n{len(answer.token_ids)} tokens, first after {1000 * (answer.ttft_s or 0):.0f} ms{rate}.")
+        answer = _answer(executor, arguments.question, params, chat=True)
+    _tell_if_cut(answer, params)
+    rate = f", the rest at {answer.tokens_per_s:.1f} tokens per second" if answer.tokens_per_s else ""
+    first_ms = 1000 * (answer.ttft_s or 0)
+    print(f"\nThe answer has {len(answer.token_ids)} tokens: the first came after {first_ms:.0f} ms{rate}.")
     return 0
 
 
@@ -91,6 +98,8 @@ def generate(arguments: argparse.Namespace) -> int:
             import msgspec
 
             print(json.dumps(msgspec.to_builtins(answer), ensure_ascii=False))
+        else:
+            _tell_if_cut(answer, params)
     return 0
 
 
@@ -122,6 +131,7 @@ def chat(arguments: argparse.Namespace) -> int:
                 continue
             messages.append({"role": "user", "content": line})
             answer = _read(llm.chat_async(messages, params), sys.stdout.write)
+            _tell_if_cut(answer, params)
             messages.append({"role": "assistant", "content": answer.text})
     return 0
 
@@ -152,6 +162,8 @@ def _given(arguments: argparse.Namespace) -> dict[str, Any]:
 
 def _lines() -> Iterator[str]:
     terminal = sys.stdin.isatty()
+    if isinstance(sys.stdin, io.TextIOWrapper):
+        sys.stdin.reconfigure(encoding=None if terminal else "utf-8", errors="strict")
     if terminal:
         import readline  # noqa: F401 - gives input() its line editing
 
@@ -161,8 +173,19 @@ def _lines() -> Iterator[str]:
             line = input("> " if terminal else "").strip()
         except EOFError:
             return
+        except UnicodeDecodeError:
+            raise ConfigError("standard input is not UTF-8 text") from None
         if line:
             yield line
+
+
+def _tell_if_cut(answer: Answer, params: SamplingParams) -> None:
+    """Says on stderr that the answer did not end by itself, so that what is on stdout stays the answer alone."""
+    if answer.finish_reason == "length":
+        tokens = len(answer.token_ids)
+        own = params.max_tokens is not None and tokens >= params.max_tokens
+        why = "--max-tokens sets where" if own else "prompt and answer fill all that the engine has room for"
+        print(f"[cut after {tokens} {'token' if tokens == 1 else 'tokens'}: {why}]", file=sys.stderr, flush=True)
 
 
 def _answer(

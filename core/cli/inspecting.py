@@ -5,10 +5,9 @@ import json
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from tllm_core.cli.arguments import add_common, add_debug, no_engine, settings_of
+from tllm_core.cli.arguments import add_common, add_debug, settings_of
 from tllm_core.cli.terminal import running, table
 from tllm_core.contracts.interfaces import Capability
-from tllm_core.errors import ConfigError
 from tllm_core.registry import Registry, load_object
 
 if TYPE_CHECKING:
@@ -66,15 +65,15 @@ def add_explain(parser: argparse.ArgumentParser) -> None:
 
 def explain(arguments: argparse.Namespace) -> int:
     """Prints what would be started, or with `--start` is, and why."""
+    from tllm_core.plan import Plan
+
     registry = Registry()
-    settings = settings_of(arguments, registry)
+    settings = settings_of(arguments, registry, needs_engine=True)
     if settings.attach.file is not None:
         table([("attach", settings.attach.file, f"chosen by {settings.origins.get('attach.file', 'default')}")])
     else:
-        if settings.engine.name is None:
-            settings = settings_of(arguments, registry, needs_engine=True)
+        Plan.of(settings, registry)  # what can't work is refused, and not drawn first
         table([*_choices(settings, registry), *_processes(settings, registry)])
-        _check(settings, registry)
     if arguments.start:
         with running(settings, lines=True) as executor:
             print()
@@ -84,9 +83,7 @@ def explain(arguments: argparse.Namespace) -> int:
 
 def _choices(settings: "Settings", registry: Registry) -> Iterator[Line]:
     for section in ("launcher", "transport", "engine"):
-        name = getattr(settings, section).name
-        if name is None:
-            raise ConfigError(no_engine(registry))
+        name = str(getattr(settings, section).name)
         why = settings.origins.get(f"{section}.name", _DEFAULTS.get(section, "default"))
         yield section, name, f"from {registry.origin(section, name)}; chosen by {why}"
     prefix = f"engine.{settings.engine.name}.model"
@@ -127,12 +124,6 @@ def _world_size(settings: "Settings", registry: Registry) -> int:
         return 1
     options = convert_options(spec.settings_type, settings.engine.options, f"engine.{settings.engine.name}")
     return int(load_object(spec.world_size)(options))
-
-
-def _check(settings: "Settings", registry: Registry) -> None:
-    from tllm_core.plan import Plan
-
-    Plan.of(settings, registry)
 
 
 def _facts(prefix: str, facts: Any) -> Iterator[tuple[str, str]]:

@@ -38,8 +38,8 @@ def shown_settings(settings: Settings, registry: Registry | None = None) -> list
 
 def unused_tables(settings: Settings) -> dict[str, str]:
     """The tables of engines, transports and launchers that are not chosen and of plugins that are not enabled: with origin."""
-    chosen = {section: (str(getattr(settings, section).name),) for section in ("engine", "transport", "launcher")}
-    chosen["plugins"] = settings.plugins.enable
+    chosen: dict[str, tuple[str, ...]] = {"plugins": settings.plugins.enable}
+    chosen |= {section: (str(getattr(settings, section).name),) for section in ("engine", "transport", "launcher")}
     unused: dict[str, str] = {}
     for key, origin in settings.origins.items():
         section, _, rest = key.partition(".")

@@ -13,13 +13,23 @@ BENCHMARKS = {
 """Name -> help. Each is a module here with `add_arguments(parser)` and `run(arguments) -> int`."""
 
 
+class _Benchmark(argparse.ArgumentParser):
+    """Takes its options from its module only when it is chosen: what a benchmark needs is heavy, and help is not."""
+
+    module = ""
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        found = importlib.import_module(self.module)
+        found.add_arguments(self)
+        self.set_defaults(run=found.run)
+        return super().parse_known_args(args, namespace)
+
+
 @hookimpl
 def tllm_add_commands(commands: "argparse._SubParsersAction[Any]") -> None:
     text = "measure the boundary or the engine beside their limits"
     parser = commands.add_parser("bench", help=text, description=text.capitalize() + ".")
-    benchmarks = parser.add_subparsers(metavar="WHAT", required=True)
+    benchmarks = parser.add_subparsers(metavar="WHAT", required=True, parser_class=_Benchmark)
     for name, text in BENCHMARKS.items():
-        module = importlib.import_module(f"{__name__}.{name}")
-        benchmark = benchmarks.add_parser(name, help=text, description=text.capitalize() + ".")
-        module.add_arguments(benchmark)
-        benchmark.set_defaults(run=module.run)
+        benchmark = benchmarks.add_parser(name, help=text, description=text.capitalize() + ".", allow_abbrev=False)
+        benchmark.module = f"{__name__}.{name}"

@@ -54,11 +54,24 @@ def told(done: "subprocess.CompletedProcess[str]", code: int = 2) -> str:
 
 
 def test_no_verb_and_help_print_the_verbs_and_succeed(cli: Cli) -> None:
-    for arguments in ((), ("--help",), ("generate", "--help")):
+    for arguments in ((), ("--help",), ("generate", "--help"), ("bench", "--help"), ("bench", "boundary", "--help")):
         done = cli(*arguments)
         assert done.returncode == 0
         assert "usage: tllm" in done.stdout
-    assert "bench" in cli().stdout
+
+
+def test_help_lists_the_verbs_of_plugins_among_the_others_and_names_broken_ones(cli: Cli, tmp_path: Path) -> None:
+    lay(tmp_path, "acme_shout", VERB, "plugin", "loud", value="acme_shout")
+    lay(tmp_path, "acme_bad", "raise SystemExit('no')", "plugin", "bad", value="acme_bad")
+    lay(tmp_path, "acme_worse", VERB.replace("add_parser", "ad_parser"), "plugin", "worse", value="acme_worse")
+    done = cli("--help", PYTHONPATH=str(tmp_path))
+    verbs = re.findall(r"^    ([a-z]+)", done.stdout, re.MULTILINE)
+    assert {"demo", "check", "bench", "shout"} <= set(verbs)
+    assert re.search(r"plugins that can't be used \('tllm plugins' says why\): bad,\s+worse", done.stdout)
+    assert cli("shout", PYTHONPATH=str(tmp_path)).stdout == "HELLO\n"
+    failed = told(cli("worse", PYTHONPATH=str(tmp_path)))
+    assert "plugin 'worse' of acme_worse 1.0 can't add its verbs: AttributeError" in failed
+    assert "did you mean 'shout'?" in cli("shuot", PYTHONPATH=str(tmp_path)).stderr
 
 
 @pytest.mark.parametrize(
@@ -90,12 +103,32 @@ MISTAKES = [
         ("explain", "--engine", "echo", "--transport", "inproc", "--launcher", "spawn"),
         r"'spawn' needs .*'inproc' is not.*zmq",
     ),
+    (("config", "--model", "x", "--dtype", "float17"), r"--dtype: .*'float17'; it must be one of: 'auto', 'float32'"),
+    (("config", "--set", "transport.zmq.protocol=udp"), r"protocol: unknown value 'udp'; .*one of: 'ipc', 'tcp'"),
+    (("config", "--engine", "echo", "--set", "engine.tp.dtyp=x"), r"engine\.tp\.dtyp: .*\(did you mean 'dtype'\?\)"),
+    (
+        ("config", "--engine", "echo", "--set", "engine.tpp.x=1"),
+        r"no engine 'tpp' \(did .*'tp'\?\); installed: echo, tp",
+    ),
+    (("config", "--set", "liveness.dead_after_s=nan"), r"dead_after_s: .*nan|dead_after_s: expected float"),
+    (("config", "--set", "engine.name="), r"engine\.name: must be a name"),
+    (("demo", "", "--max-tokens", "5"), "the question is empty"),
+    (("demo", "--max-tokens", "-1"), "max_tokens must be in"),
+    (("generate", b"\xff\xfe", "--engine", "echo"), r"argument 2 is not UTF-8 text: '\\udcff\\udcfe'"),
+    (("generate", "1", "--engine", "echo", "--max-tokens", "9" * 30), "max_tokens must be in"),
+    (("generate", "1", "--engine", "echo", "--temperature", "nan"), "temperature must be in .*nan"),
+    (("generate", "1", "--engine", "echo", "--top-p", "inf"), "top_p must be in .*inf"),
+    (("generate", "1", "--engine", "echo", "--seed", "-1"), "seed must be in"),
 ]
 
 
 @pytest.mark.parametrize(("arguments", "line"), MISTAKES)
-def test_a_wrong_setting_is_one_line_that_says_what_and_where(cli: Cli, arguments: tuple[str, ...], line: str) -> None:
-    assert re.search(line, told(cli(*arguments)))
+def test_a_wrong_setting_is_one_line_that_says_what_and_where(
+    cli: Cli, arguments: tuple[str | bytes, ...], line: str
+) -> None:
+    done = cli(*arguments)
+    assert re.search(line, told(done))
+    assert done.stdout == ""
 
 
 @pytest.mark.parametrize(
@@ -233,6 +266,26 @@ def test_check_says_how_far_it_came(cli: Cli) -> None:
     failed = cli("check", *ECHO, "--set", f"engine.echo.faults={failing}")
     assert "no luck" in told(failed, code=1)
     assert failed.stdout.startswith("settings    ok")
+
+
+def test_check_names_what_is_set_and_not_used_and_refuses_a_pair_before_it_says_ok(cli: Cli, tmp_path: Path) -> None:
+    (tmp_path / "tllm.toml").write_text("[engine]\nname = 'echo'\n[engine.tp]\ndtype = 'float32'\n")
+    done = cli("check", "--launcher", "inline")
+    assert done.returncode == 0, done.stderr
+    assert "[engine.tp] (tllm.toml) is not used: another engine is chosen" in done.stdout
+    refused = cli("check", "--launcher", "spawn", "--transport", "inproc")
+    assert "'spawn' needs" in told(refused)
+    assert refused.stdout == ""
+
+
+def test_an_answer_that_was_cut_says_so_beside_the_answer(cli: Cli) -> None:
+    done = cli("generate", "1 2", *ECHO, "--max-tokens", "2")
+    assert len(done.stdout.split()) == 2
+    assert done.stderr == "[cut after 2 tokens: --max-tokens sets where]\n"
+    full = cli("generate", "1 2", *ECHO, "--set", "engine.echo.max_seq_len=8")
+    assert "[cut after 6 tokens: prompt and answer fill all that the engine has room for]" in full.stderr
+    ended = cli("generate", "1 2", *ECHO, "--set", "engine.echo.eos_token_id=7805")
+    assert "cut" not in ended.stderr
 
 
 def test_explain_says_what_and_why_and_starts_nothing_unless_told(cli: Cli) -> None:
@@ -398,6 +451,8 @@ def test_a_model_that_can_t_be_fetched_is_one_line_and_leaves_nothing(cli: Cli, 
         ("chat --engine echo <&-", 2, "standard input is closed"),
         ("generate '' --engine echo", 2, "the prompt is empty"),
         ("generate - --engine echo </dev/null", 2, "the prompt is empty"),
+        (r"generate - --engine echo < <(printf '\xff')", 2, "standard input is not UTF-8 text, at byte 0"),
+        (r"config --config $'no\xff'", 2, "argument 3 is not UTF-8 text"),
         ("generate hi --engine echo >&-", 1, "standard output is closed"),
         ("plugins >/dev/full", 1, "No space left"),
         ("generate hi --engine echo --temperature -1", 2, "temperature"),
