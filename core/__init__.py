@@ -9,21 +9,25 @@ if TYPE_CHECKING:
     from tllm_core.contracts.messages import Logprob as Logprob
     from tllm_core.contracts.messages import SamplingParams as SamplingParams
     from tllm_core.contracts.messages import TokenIds as TokenIds
+    from tllm_core.errors import BrokerLost as BrokerLost
     from tllm_core.errors import Cause as Cause
     from tllm_core.errors import ConfigError as ConfigError
     from tllm_core.errors import ControlError as ControlError
     from tllm_core.errors import EngineDeadError as EngineDeadError
     from tllm_core.errors import EngineStartError as EngineStartError
     from tllm_core.errors import ExecutorClosedError as ExecutorClosedError
+    from tllm_core.errors import Expelled as Expelled
+    from tllm_core.errors import FrameTooLarge as FrameTooLarge
     from tllm_core.errors import ModelError as ModelError
     from tllm_core.errors import Overloaded as Overloaded
     from tllm_core.errors import PluginError as PluginError
+    from tllm_core.errors import Refused as Refused
     from tllm_core.errors import RequestError as RequestError
     from tllm_core.errors import ResultBusyError as ResultBusyError
     from tllm_core.errors import TllmError as TllmError
     from tllm_core.errors import TransportError as TransportError
     from tllm_core.executor import GenerationExecutor as GenerationExecutor
-    from tllm_core.executor import Health as Health
+    from tllm_core.health import Health as Health
     from tllm_core.ledger.result import CompletionOutput as CompletionOutput
     from tllm_core.ledger.result import GenerationResult as GenerationResult
     from tllm_core.llm import LLM as LLM
@@ -35,21 +39,26 @@ __version__ = "0.1.0"
 _HOMES = {
     "contracts.messages": ("EngineInfo", "GenerationRequest", "Logprob", "SamplingParams", "TokenIds"),
     "errors": (
+        "BrokerLost",
         "Cause",
         "ConfigError",
         "ControlError",
         "EngineDeadError",
         "EngineStartError",
         "ExecutorClosedError",
+        "Expelled",
+        "FrameTooLarge",
         "ModelError",
         "Overloaded",
         "PluginError",
+        "Refused",
         "RequestError",
         "ResultBusyError",
         "TllmError",
         "TransportError",
     ),
-    "executor": ("GenerationExecutor", "Health"),
+    "executor": ("GenerationExecutor",),
+    "health": ("Health",),
     "ledger.result": ("CompletionOutput", "GenerationResult"),
     "llm": ("LLM", "RequestOutput"),
 }

@@ -119,10 +119,6 @@ class FrontendLink(Pump):
         beats = self._sessions.beats
         return [beats.popleft() for _ in range(len(beats))]
 
-    def path_ok_at(self) -> float:
-        """When this side's own path was last proven to work, in monotonic seconds."""
-        return self._port.path_ok_at()
-
     def idle(self) -> bool:
         """Nothing that was sent is unacknowledged."""
         session = self._session

@@ -4,7 +4,7 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import TypeAlias, TypeVar
 
-from tllm_core.contracts.interfaces import Frame, Port
+from tllm_core.contracts.interfaces import Frame, Port, PortState
 
 Clock: TypeAlias = Callable[[], float]
 T = TypeVar("T")
@@ -28,6 +28,10 @@ class Pump:
         """Ends one blocked or next `receive` early. From any thread."""
         self._woken = True
         self._port.wake()
+
+    def path(self) -> tuple[PortState, float]:
+        """The port's own state, and when its path was last proven to work, in monotonic seconds."""
+        return self._port.state, self._port.path_ok_at()
 
     def _prepare(self, now: float) -> float | None:
         """With the lock: what is due before waiting; when it has to be done again."""

@@ -28,7 +28,7 @@ from tllm_core.contracts.messages import (
     Welcome,
 )
 from tllm_core.errors import FrameTooLarge, Overloaded, PortDown, PortFull
-from tllm_core.wire.attached import Attached, FrontendIds, Tombstone
+from tllm_core.wire.attached import Attached, SessionTable
 from tllm_core.wire.codec import MalformedFrame, decode_up, encode
 from tllm_core.wire.header import (
     ACK,
@@ -71,12 +71,8 @@ class EngineSessions:
         self._path = None if liveness is None else PathWatch(liveness.broker_down_after_s)
         self._gate = terms.gate(down=False)
         self._in, self._out = terms.seal(0, down=False), terms.seal(0, down=True)
-        self.table: dict[int, Attached] = {}
-        self._by_hello: dict[tuple[PeerId, bytes], int] = {}
-        self._by_peer: dict[PeerId, int] = {}
-        self._half_open: dict[int, Attached] = {}
-        self._tombstones: dict[int, Tombstone] = {}
-        self._ids = FrontendIds()
+        self._table = SessionTable(terms.settings.tombstones)
+        self.table = self._table.open
         self._leaving: list[Attached] = []
         self._active: dict[int, Attached] = {}
         self._check_at: float | None = None
@@ -108,7 +104,7 @@ class EngineSessions:
             attached.session.lane.receiver.delivered()
         if self._leaving:
             for attached in self._leaving:
-                self._ids.release(attached.frontend_id)
+                self._table.release_id(attached)
             self._leaving.clear()
 
     def tend(self, now: float, path_ok_at: float) -> list[tuple[int, UpMessage]]:
@@ -116,11 +112,10 @@ class EngineSessions:
         ended: list[tuple[int, UpMessage]] = []
         if self._check_at is not None and now < self._check_at:
             return ended
-        for number, attached in list(self._half_open.items()):
+        for number, attached in list(self._table.half_open.items()):
             if now - attached.opened_at > self.terms.settings.half_open_s:
                 self.counters["half_open_expired"] += 1
-                self._remove(number, "the attach was not completed in time", now)
-                self._ids.release(attached.frontend_id)
+                self._table.release_id(self._remove(number, "the attach was not completed in time", now))
         for number, attached in list(self.table.items()):
             reason = self._objection(attached, now, path_ok_at)
             if reason is not None:
@@ -165,8 +160,7 @@ class EngineSessions:
     def end(self, number: int, reason: str, now: float) -> None:
         """Gives a session up, whose requests are gone."""
         if number in self.table:
-            attached = self._remove(number, reason, now)
-            self._ids.release(attached.frontend_id)
+            self._table.release_id(self._remove(number, reason, now))
 
     def pump(self, now: float) -> None:
         """Hands the port all that is due on any session."""
@@ -225,7 +219,7 @@ class EngineSessions:
             self._welcome(hello, now)
 
     def _welcome(self, hello: Hello, now: float) -> None:
-        number = self._by_hello.get((hello.peer, hello.nonce))
+        number = self._table.number_of(hello)
         if number is None:
             attached = self._attach(hello, now)
         elif number in self.table:
@@ -238,14 +232,14 @@ class EngineSessions:
 
     def _attach(self, hello: Hello, now: float) -> Attached | None:
         settings = self.terms.settings
-        if len(self._half_open) >= settings.max_half_open:
+        if len(self._table.half_open) >= settings.max_half_open:
             self.counters["half_open_full"] += 1
             return None
-        frontend_id = self._ids.draw()
+        frontend_id = self._table.draw_id()
         if frontend_id is None:
             self._refuse(hello, f"all {MAX_FRONTENDS} frontend ids are in use")
             return None
-        number = self._draw_number()
+        number = self._table.draw_number(self._random)
         welcome = Welcome(
             nonce=hello.nonce,
             session=number,
@@ -259,8 +253,7 @@ class EngineSessions:
         session = Session(number, partial(self._send, hello.peer), self.terms, down=True)
         attached = Attached(session, hello, welcome, self._new_silence(), now)
         attached.is_owner = bool(self._owner) and hmac.compare_digest(hello.owner, self._owner)
-        self.table[number] = self._half_open[number] = attached
-        self._by_hello[hello.peer, hello.nonce] = number
+        self._table.add(attached)
         self._check_at = now if self._check_at is None else self._check_at
         return attached
 
@@ -275,12 +268,6 @@ class EngineSessions:
             self._send(peer, frame)
         except (PortFull, PortDown, FrameTooLarge):
             self.counters["handshake_lost"] += 1
-
-    def _draw_number(self) -> int:
-        while True:
-            number = int.from_bytes(self._random(8), "little")
-            if number and number not in self.table and number not in self._tombstones:
-                return number
 
     def _new_silence(self) -> Silence | None:
         if self._liveness is None:
@@ -356,51 +343,27 @@ class EngineSessions:
 
     def _confirm(self, attached: Attached, now: float) -> list[tuple[int, UpMessage]]:
         """The frontend has its Welcome; whatever the same peer had opened before ends."""
-        attached.confirmed = True
-        for number, other in list(self._half_open.items()):
-            if other is attached:
-                break
-            if (
-                other.peer == attached.peer
-            ):  # its confirmation may still be on its way, and must not end the newer session
-                self._remove(number, "the frontend began anew", now, tell=False, keep_peer=True)
-                self._ids.release(other.frontend_id)
-        del self._half_open[attached.session.number]
-        earlier = self._by_peer.get(attached.peer)
-        ended = [] if earlier is None else self._leave(earlier, "the frontend began anew", now, keep_peer=True)
-        self._by_peer[attached.peer] = attached.session.number
-        return ended
+        abandoned, earlier = self._table.confirm(attached)
+        for number in abandoned:
+            self._table.release_id(self._remove(number, "the frontend began anew", now, tell=False))
+        return [] if earlier is None else self._leave(earlier, "the frontend began anew", now)
 
-    def _leave(self, number: int, reason: str, now: float, keep_peer: bool = False) -> list[tuple[int, UpMessage]]:
+    def _leave(self, number: int, reason: str, now: float) -> list[tuple[int, UpMessage]]:
         """Ends a session by itself; whoever serves it hears Goodbye."""
-        self._leaving.append(self._remove(number, reason, now, keep_peer=keep_peer))
+        self._leaving.append(self._remove(number, reason, now))
         return [(number, Goodbye())]
 
-    def _remove(self, number: int, reason: str, now: float, *, tell: bool = True, keep_peer: bool = False) -> Attached:
-        attached = self.table.pop(number)
+    def _remove(self, number: int, reason: str, now: float, *, tell: bool = True) -> Attached:
         self._active.pop(number, None)
+        attached = self._table.remove(number, reason)
         if tell:
             attached.session.gone(reason, now)
-        if self._half_open.pop(number, None) is not None:
-            # The same Hello may be tried again.
-            del self._by_hello[attached.peer, attached.nonce]
-        if self._by_peer.get(attached.peer) == number:
-            del self._by_peer[attached.peer]
-        self._bury(number, Tombstone(attached.peer, attached.nonce, reason))
-        if not keep_peer and attached.peer not in self._by_peer:
+        if not self._table.has_peer(attached.peer):
             self._forget(attached.peer)
         return attached
 
-    def _bury(self, number: int, tombstone: Tombstone) -> None:
-        self._tombstones[number] = tombstone
-        if len(self._tombstones) > self.terms.settings.tombstones:
-            oldest = next(iter(self._tombstones))
-            old = self._tombstones.pop(oldest)
-            if self._by_hello.get((old.peer, old.nonce)) == oldest:
-                del self._by_hello[old.peer, old.nonce]
-
     def _answer_late(self, header: Header, frame: Frame) -> None:
-        tombstone = self._tombstones.get(header.session)
+        tombstone = self._table.tombstone(header.session)
         if tombstone is None:
             self.counters["wrong_session"] += 1
         elif not self.terms.seal(header.session, down=False).is_genuine(frame):

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from tllm_core.contracts.messages import Beat, RankState
-from tllm_core.wire.liveness import Liveness, LivenessSettings, Silence
+from tllm_core.wire.liveness import STACKS_S, Liveness, LivenessSettings, Silence
 
 RUNNING, STOPPED, GONE = RankState.RUNNING, RankState.STOPPED, RankState.GONE
 RULES = LivenessSettings(
@@ -187,9 +187,30 @@ def test_work_without_steps_and_cpu_time_is_a_hang_that_names_the_rank() -> None
 def test_a_hang_ends_the_world_where_that_is_configured() -> None:
     watch = Watch(LivenessSettings(hang_after_s=5.0, end_hung=True))
     watch.run(1)
+    began = watch.now
     verdict = watch.run(10, steps=7, busy=True, cpu_s=(1.0, 1.0))
     assert verdict is not None
     assert verdict.kind == "hung"
+    assert watch.now - began == pytest.approx(5.0 + STACKS_S, abs=0.3), (
+        "the watcher, which goes by `hung`, speaks first"
+    )
+
+
+def test_the_age_of_the_last_step_counts_while_work_is_pending() -> None:
+    watch = Watch()
+    assert watch.liveness.last_step_age_s is None
+    watch.run(3, steps=7)
+    assert watch.liveness.last_step_age_s is None
+    watch.run(2, steps=7, busy=True)
+    assert watch.liveness.last_step_age_s == pytest.approx(2.0, abs=0.05)
+    watch.run(0.1, steps=8, busy=True)
+    assert watch.liveness.last_step_age_s == 0
+    for second in range(30):
+        watch.run(1, steps=8, busy=True, cpu_s=(float(second), 0.0))
+    assert watch.liveness.last_step_age_s == pytest.approx(30.0, abs=0.05), "computing is no step"
+    assert watch.liveness.hung is None
+    watch.run(0.1, steps=9)
+    assert watch.liveness.last_step_age_s is None
 
 
 @pytest.mark.parametrize("busy", [True, False])

@@ -235,7 +235,7 @@ def test_half_open_attaches_are_capped_and_expire(world) -> None:
     world.turn()
     assert fronts[0].side.session is not None
     assert len(world.engine.table) == 3
-    assert not world.engine._half_open
+    assert not world.engine._table.half_open
 
 
 def test_welcome_that_was_lost_does_not_end_an_earlier_session(world) -> None:
@@ -280,7 +280,7 @@ def test_an_expelled_frontend_hears_why_and_may_begin_anew(world) -> None:
 
 
 def test_an_id_is_used_again_only_after_its_requests_are_gone(world) -> None:
-    ids = world.engine._ids
+    ids = world.engine._table._ids
     front = Front(world, 0).attach()
     front.send(Goodbye())
     world.turn()
@@ -474,7 +474,13 @@ def state_of(world: World, front: Front) -> list:
         for lane in lanes
     ]
     beats = [(attached.last_beat, attached.confirmed) for attached in engine.table.values()]
-    tables = [engine._by_hello, engine._by_peer, engine._half_open, engine._tombstones, engine._ids._used]
+    tables = [
+        engine._table._by_hello,
+        engine._table._by_peer,
+        engine._table.half_open,
+        engine._table._tombstones,
+        engine._table._ids._used,
+    ]
     return [numbers, beats, *map(copy.copy, tables), front.side.lost, front.side.welcome, list(front.side.beats)]
 
 
@@ -639,13 +645,13 @@ class AttachStorm(RuleBasedStateMachine):
         engine = self.world.engine
         ids = [attached.frontend_id for attached in engine.table.values()]
         assert len(set(ids)) == len(ids)
-        assert set(ids) <= engine._ids._used
-        assert len(engine._half_open) <= LOSSY.max_half_open
-        assert len(engine._tombstones) <= LOSSY.tombstones
-        assert len(engine._by_hello) <= len(engine.table) + len(engine._tombstones)
+        assert set(ids) <= engine._table._ids._used
+        assert len(engine._table.half_open) <= LOSSY.max_half_open
+        assert len(engine._table._tombstones) <= LOSSY.tombstones
+        assert len(engine._table._by_hello) <= len(engine.table) + len(engine._table._tombstones)
         confirmed = {number for number, attached in engine.table.items() if attached.confirmed}
-        assert set(engine._by_peer.values()) == confirmed
-        assert set(engine.table) - confirmed == set(engine._half_open)
+        assert set(engine._table._by_peer.values()) == confirmed
+        assert set(engine.table) - confirmed == set(engine._table.half_open)
 
     def teardown(self) -> None:
         """Everybody falls silent: every session ends by itself, and only tombstones remain."""
@@ -657,10 +663,10 @@ class AttachStorm(RuleBasedStateMachine):
         for table in (
             engine.table,
             engine._active,
-            engine._half_open,
-            engine._by_peer,
+            engine._table.half_open,
+            engine._table._by_peer,
             engine._leaving,
-            engine._ids._used,
+            engine._table._ids._used,
         ):
             assert not table
         assert engine.next_at() is None
