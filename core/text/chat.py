@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tllm_core.errors import ModelError, RequestError
 from tllm_core.text.protocol import Message, Tokenizer
+
+_TAKES_PARTS = re.compile(r"""\bfor\s+\w+\s+in\s+\w+\s*(\.content\b|\[\s*['"]content['"]\s*\])""")
+"""A template that walks over the parts of a content."""
 
 
 def render_chat(
@@ -14,10 +18,13 @@ def render_chat(
 ) -> str:
     """The prompt that `messages` make, special tokens written out; encode it without adding others.
 
+    A content may be a list of text parts: {"type": "text", "text": ...}. They are joined by line breaks, unless the
+    template takes such lists itself.
     add_generation_prompt: ends with the beginning of the assistant's turn. variables: further names for the template.
     Raises RequestError, which names the message and field, for messages that are malformed or that the template refuses.
     """
     check_messages(messages)
+    messages = _as_the_template_likes(messages, tokenizer.chat_template or "")
     if tokenizer.chat_template is None:
         raise RequestError("the tokenizer has no chat template; use generate() with a prompt", field="messages")
     try:
@@ -29,7 +36,7 @@ def render_chat(
 
 
 def check_messages(messages: Sequence[Message]) -> None:
-    """Raises RequestError, which names the message and field, unless each has a role and a content."""
+    """Raises RequestError, which names the message and field, unless each has a role and a content of text."""
     if isinstance(messages, str | bytes | Mapping) or not isinstance(messages, Sequence):
         raise RequestError(f"messages must be a list of messages, not {type(messages).__name__}", field="messages")
     if not messages:
@@ -59,8 +66,21 @@ def _check_message(message: object, where: str) -> None:
 def _check_part(part: object, where: str) -> None:
     if not isinstance(part, Mapping) or not isinstance(part.get("type"), str):
         raise RequestError(f"{where} must be a mapping with a type, not {part!r}", field=where)
-    if part["type"] == "text" and not isinstance(part.get("text"), str):
+    if part["type"] != "text":
+        raise RequestError(f"{where} is a part of type {part['type']!r}, and only 'text' is supported", field=where)
+    if not isinstance(part.get("text"), str):
         raise _wrong(f"{where}.text", "a string", part, "text")
+
+
+def _as_the_template_likes(messages: Sequence[Message], template: str) -> Sequence[Message]:
+    return messages if _TAKES_PARTS.search(template) else [_joined(message) for message in messages]
+
+
+def _joined(message: Message) -> Message:
+    content = message.get("content")
+    if not isinstance(content, list | tuple):
+        return message
+    return {**message, "content": "\n".join(part["text"] for part in content)}
 
 
 def _wrong(where: str, wanted: str, mapping: Mapping[str, Any], key: str) -> RequestError:

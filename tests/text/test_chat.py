@@ -1,5 +1,6 @@
 """Chat messages are checked field by field and rendered with the tokenizer's own template."""
 
+import copy
 from collections.abc import Iterator
 from typing import Any
 
@@ -27,6 +28,31 @@ def test_messages_are_rendered_with_and_without_the_beginning_of_the_answer(chat
     assert render_chat(chatty, [HELLO]) == "<user>hello</><assistant>"
     assert render_chat(chatty, [HELLO], add_generation_prompt=False) == "<user>hello</>"
     assert render_chat(chatty, (HELLO, HELLO), mood="!") == "<user>hello</>" * 2 + "<assistant>!"
+
+
+def text(*texts: str) -> list[dict[str, str]]:
+    return [{"type": "text", "text": text} for text in texts]
+
+
+def test_text_parts_are_joined_by_line_breaks_and_the_caller_s_messages_stay_as_they_are(chatty: Tokenizer) -> None:
+    messages = [{"role": "user", "content": text("hello", "you")}, HELLO, {"role": "user", "content": []}]
+    before = copy.deepcopy(messages)
+    assert render_chat(chatty, messages) == "<user>hello\nyou</><user>hello</><user></><assistant>"
+    assert messages == before
+
+
+def test_a_template_that_takes_parts_itself_gets_them(chatty: Tokenizer) -> None:
+    chatty.inner.chat_template = (  # type: ignore[attr-defined]
+        "{% for m in messages %}{% for part in m['content'] %}({{ part.text }}){% endfor %}{% endfor %}"
+    )
+    assert render_chat(chatty, [{"role": "user", "content": text("a", "b")}]) == "(a)(b)"
+
+
+def test_parts_that_are_no_text_are_refused_by_name(chatty: Tokenizer) -> None:
+    content = [*text("look:"), {"type": "image_url", "image_url": {"url": "http://somewhere"}}]
+    with pytest.raises(RequestError, match=r"messages\[0\]\.content\[1\] .* 'image_url', and only 'text'") as caught:
+        render_chat(chatty, [{"role": "user", "content": content}])
+    assert caught.value.field == "messages[0].content[1]"
 
 
 @pytest.mark.parametrize(
