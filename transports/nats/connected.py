@@ -1,0 +1,319 @@
+"""What both ends of a lane over NATS share: a thread with an event loop, and connection after connection on it.
+
+Callers' threads only touch the queue, the inbox and the state, under one lock; everything else belongs to the loop. A frame
+for the other end waits in the queue until one coroutine publishes it, so that the order stays. Nothing is kept while the
+port is down.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import logging
+import os
+import secrets
+import selectors
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Sequence
+from typing import Any
+
+from nats.aio.msg import Msg
+
+from tllm_core.contracts.interfaces import Frame, PortState
+from tllm_core.errors import FrameTooLarge, PortClosed, PortDown, PortFull, TransportError
+from tllm_core.transports.nats.client import DEAF, Connection, Lost
+from tllm_core.transports.nats.inbox import Inbox
+from tllm_core.transports.nats.settings import NatsSettings
+from tllm_core.transports.nats.subjects import Subjects
+from tllm_core.wire.packing import measure, pack, table_bytes, unpack
+
+log = logging.getLogger("tllm_core.transports.nats")
+
+HEADER_ROOM = 4096
+"""Bytes below the server's `max_payload`: beyond that a server ends the connection for good."""
+DEFAULT_MAX_FRAME = (1 << 20) - HEADER_ROOM
+YIELD_EVERY = 64
+"""Publishes in a row before the loop gets to write and read."""
+
+_open_ports: weakref.WeakSet[ConnectedPort] = weakref.WeakSet()
+_inherited: list[ConnectedPort] = []
+
+
+def _disown_all() -> None:
+    # Kept, because the destructors of a loop and its sockets would reach into the parent's event queue.
+    _inherited.extend(_open_ports)
+    for port in _inherited:
+        port.disown()
+
+
+os.register_at_fork(after_in_child=_disown_all)
+
+
+class ConnectedPort:
+    """The half that both ends share; mixed into the ports. `open` starts it."""
+
+    def __init__(self, settings: NatsSettings, urls: Sequence[str], subjects: Subjects) -> None:
+        self.max_frame: int | None = min(DEFAULT_MAX_FRAME, settings.max_frame_bytes)
+        self._settings, self._urls, self._subjects = settings, urls, subjects
+        self._lock = threading.Lock()
+        self._queue: deque[tuple[str, bytes]] = deque()
+        self._queued_bytes = 0
+        self._handed = 0
+        self._inbox = Inbox(settings.receive_queue_bytes)
+        self._state = PortState(False, "not connected yet", time.monotonic())
+        self._path_ok_at = time.monotonic()
+        self._opened = threading.Event()
+        self._refused = ""
+        self._closed = False
+        self._echo = f"{subjects.inbox}.{secrets.token_hex(11)}"
+        self._echoes: dict[bytes, asyncio.Future[None]] = {}
+        self._selector: selectors.BaseSelector = selectors.DefaultSelector()
+        self._loop = asyncio.SelectorEventLoop(self._selector)
+        self._pending = asyncio.Event()
+        self._closing = asyncio.Event()
+        self._thread = threading.Thread(target=self._run, name="tllm-nats", daemon=True)
+
+    def open(self) -> None:
+        """Waits for the server. Raises TransportError where it can't be reached or refuses, in `connect_timeout_s`."""
+        _open_ports.add(self)
+        self._thread.start()
+        timeout = self._settings.connect_timeout_s
+        if self._opened.wait(timeout) and not self._refused:
+            return
+        reason = self._refused or f"{self._state.reason}; is a nats-server there? Set transport.nats.url"
+        self.close()
+        raise TransportError(reason)
+
+    @property
+    def state(self) -> PortState:
+        return self._state
+
+    def path_ok_at(self) -> float:
+        return self._path_ok_at
+
+    def wake(self) -> None:
+        self._inbox.wake()
+
+    def receive(self, timeout: float | None) -> list[Frame]:
+        blocks, dropped = self._inbox.take(timeout)
+        if dropped:
+            log.warning("nats: received more than was read (receive_queue_bytes); what was dropped will be sent again")
+            with self._lock:
+                if self._state.up:
+                    self._state = PortState(True, since=time.monotonic())
+        return [unpack(block) for block in blocks]
+
+    def close(self) -> None:
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            self._state = PortState(False, "closed", time.monotonic(), closed=True)
+            self._loop.call_soon_threadsafe(self._closing.set)
+        self._inbox.close()
+        self._thread.join()
+        _open_ports.discard(self)
+
+    def disown(self) -> None:
+        """In a forked child: the port is the parent's, and this copy of it only says so."""
+        self._lock, self._inbox = threading.Lock(), Inbox(0)
+        self._closed, self._state = True, PortState(False, "closed", time.monotonic(), closed=True)
+        self._inbox.close()
+        if self._loop.is_closed():
+            return
+        nothing = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
+        # The numbers stay taken, and the connection ends with the parent.
+        for key in self._selector.get_map().values():
+            os.dup2(nothing, key.fd, inheritable=False)
+        os.close(nothing)
+
+    def _send(self, subject: str, frame: Frame) -> None:
+        sizes = measure(frame)
+        size = sum(sizes)
+        if self.max_frame is not None and max(size, size + table_bytes(len(sizes)) - HEADER_ROOM) > self.max_frame:
+            raise FrameTooLarge(
+                f"a frame of {size} bytes is over the limit of {self.max_frame} (max_payload of the server)"
+            )
+        block = pack(frame, sizes)
+        settings = self._settings
+        with self._lock:
+            self._check_up()
+            if len(self._queue) >= settings.send_queue_frames or self._queued_bytes + size > settings.send_queue_bytes:
+                raise PortFull("the nats server is too far behind (send_queue_frames, send_queue_bytes)")
+            self._queue.append((subject, block))
+            self._queued_bytes += len(block)
+            if len(self._queue) == 1:
+                self._loop.call_soon_threadsafe(self._pending.set)
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise PortClosed("this nats port was closed")
+
+    def _check_up(self) -> None:
+        self._check_open()
+        if not self._state.up:
+            raise PortDown(self._state.reason)
+
+    # --------------------------------------------------------------------------- on the loop, connection after connection
+
+    async def _enter(self, connection: Connection) -> None:
+        """Subscribes, and returns once frames can be sent. Raises Lost, or what nats-py raises."""
+        raise NotImplementedError
+
+    async def _leave(self, connection: Connection) -> None:
+        """The last that is published."""
+
+    def _run(self) -> None:
+        self._loop.set_exception_handler(lambda _, context: log.debug("nats: %s", context.get("message")))
+        try:
+            self._loop.run_until_complete(self._serve())
+        finally:
+            self._loop.close()
+
+    async def _serve(self) -> None:
+        serving = asyncio.create_task(self._connect_for_ever())
+        await self._closing.wait()
+        serving.cancel()
+        await asyncio.gather(serving, return_exceptions=True)
+        strays = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in strays:
+            task.cancel()
+        await asyncio.gather(*strays, return_exceptions=True)
+
+    async def _connect_for_ever(self) -> None:
+        pause = self._settings.reconnect_s
+        for url in itertools.cycle(self._urls):
+            connection = Connection(self._settings, url, self._subjects.prefix, self._inbox.dropped)
+            try:
+                await self._use(connection)
+            except (Lost, *DEAF) as error:
+                if self._state.up:
+                    pause = self._settings.reconnect_s
+                self._went_down(error if isinstance(error, Lost) else connection.as_lost(error))
+            except asyncio.CancelledError:
+                await self._linger(connection)
+                raise
+            finally:
+                await connection.close()
+            await asyncio.sleep(pause)
+            pause = min(pause * 2, self._settings.reconnect_max_s)
+
+    async def _use(self, connection: Connection) -> None:
+        """Never returns: raises Lost once the connection is."""
+        await connection.open()
+        await connection.subscribe(self._echo, self._on_echo)
+        tasks = [asyncio.create_task(self._work(connection)), asyncio.create_task(self._probe(connection))]
+        waited: list[asyncio.Future[Any]] = [*tasks, connection.lost]
+        done, _ = await asyncio.wait(waited, return_when=asyncio.FIRST_COMPLETED)
+        if connection.lost.done():
+            raise connection.lost.result()
+        for task in tasks:
+            if task in done and (error := task.exception()) is not None:
+                raise error if isinstance(error, Lost) else connection.as_lost(error)
+
+    async def _work(self, connection: Connection) -> None:
+        await self._enter(connection)
+        self._came_up(connection)
+        while True:
+            await self._pending.wait()
+            self._pending.clear()
+            for number in itertools.count(1):
+                if not await self._publish_next(connection):
+                    break
+                if number % YIELD_EVERY == 0:
+                    await asyncio.sleep(0)
+
+    async def _publish_next(self, connection: Connection) -> bool:
+        """One frame stays in the queue until it was handed over, so that the queue's bounds hold for it as well."""
+        if not self._queue or connection.lost.done():
+            return False
+        subject, block = self._queue[0]
+        await connection.client.publish(subject, block)
+        with self._lock:
+            if self._queue:
+                self._queue.popleft()
+                self._queued_bytes -= len(block)
+        self._handed += 1
+        return True
+
+    async def _probe(self, connection: Connection) -> None:
+        """Notes when an echo was asked for that came; a connection that shows no sign of life at all is given up."""
+        stale_s = self._settings.stale_after_s
+        while True:
+            seen = self._signs_of_life(connection)
+            asked_at = time.monotonic()
+            try:
+                async with asyncio.timeout(stale_s):
+                    await self._ask_echo(connection)
+            except TimeoutError:
+                if self._signs_of_life(connection) == seen:
+                    raise Lost(f"{connection.url} has shown no sign of life for {stale_s:g} s") from None
+                continue
+            self._path_ok_at = asked_at
+            await asyncio.sleep(self._settings.probe_s)
+
+    def _signs_of_life(self, connection: Connection) -> tuple[int, int]:
+        return connection.client.stats["in_msgs"], self._handed
+
+    async def _ask_echo(self, connection: Connection) -> None:
+        """Returns once all that was published before has passed the server, and its errors have arrived."""
+        word = secrets.token_bytes(8)
+        self._echoes[word] = echo = asyncio.get_running_loop().create_future()
+        try:
+            await connection.client.publish(self._echo, word)
+            await echo
+        finally:
+            del self._echoes[word]
+
+    async def _on_echo(self, message: Msg) -> None:
+        echo = self._echoes.get(message.data)
+        if echo is not None and not echo.done():
+            echo.set_result(None)
+
+    async def _linger(self, connection: Connection) -> None:
+        """Publishes what was taken, and sees that the server has it: a close right after could still lose it."""
+        if connection.lost.done() or not connection.client.is_connected:
+            return
+        with contextlib.suppress(*DEAF):
+            async with asyncio.timeout(self._settings.linger_s):
+                while self._queue:
+                    await self._ask_echo(connection)
+                await self._leave(connection)
+                await self._ask_echo(connection)
+
+    # --------------------------------------------------------------------------------------------------------- state
+
+    def _came_up(self, connection: Connection) -> None:
+        limit = connection.client.max_payload - HEADER_ROOM
+        self.max_frame = max(1, min(limit, self._settings.max_frame_bytes))
+        with self._lock:
+            if not self._closed:
+                self._state = PortState(True, since=time.monotonic())
+        if self._opened.is_set():
+            log.info("nats: connected to %s", connection.url)
+            self._inbox.wake()
+        self._opened.set()
+
+    def _went_down(self, lost: Lost) -> None:
+        before = self._say_down(str(lost))
+        if lost.hopeless and not self._opened.is_set():
+            self._refused = str(lost)
+            self._opened.set()
+        elif before.up:
+            log.warning("nats: %s; reconnecting", lost)
+
+    def _say_down(self, reason: str) -> PortState:
+        """Returns the state before. One outage has one beginning, whatever becomes of its reason."""
+        with self._lock:
+            before = self._state
+            self._queue.clear()
+            self._queued_bytes = 0
+            if not self._closed and (before.up or before.reason != reason):
+                self._state = PortState(False, reason, time.monotonic() if before.up else before.since)
+        if self._state is not before and self._opened.is_set():
+            self._inbox.wake()
+        return before
