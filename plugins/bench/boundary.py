@@ -1,16 +1,17 @@
 """`tllm bench boundary`: an echo engine in another process, one token per stream and step, as fast as it can.
 
-Every round measures the boundary and its limits one after the other, so that what else the machine does hits all of them.
+Every round measures every transport and its limits one after the other, so that what else the machine does hits all of them.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import json
 import os
 import platform
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from typing import Any
@@ -19,22 +20,30 @@ from msgspec import Struct, to_builtins
 
 from tllm_core.errors import ConfigError
 from tllm_core.executor import GenerationExecutor
-from tllm_core.plugins.bench.limits import Raw, async_wakes_per_s, raw_zmq, sync_wakes_per_s
+from tllm_core.plugins.bench.contenders import Contender, add_transport_arguments, contenders, names_of
+from tllm_core.plugins.bench.limits import Raw, async_wakes_per_s, raw, sync_wakes_per_s
 from tllm_core.plugins.bench.report import median, percentiles_us, table
-from tllm_core.plugins.bench.streams import AsyncConsumers, Consumers, Delivery, SyncConsumers, Workload
+from tllm_core.plugins.bench.streams import AsyncConsumers, Consumers, Delivery, Latency, SyncConsumers, Workload
 
 LATENCY_REQUESTS = 300
+LATENCY_ROUND_S = 1.0
+"""Of the paced single streams in one round: at a slow pace there are fewer of them."""
 PACED_STEP_S, PACED_TOKENS = 0.002, 4
 """A pace at which each token arrives by itself; an engine without one is many tokens ahead of any consumer."""
 RAW_MESSAGES = 10_000
-VERSIONS = ("tllm-core", "pyzmq", "msgspec", "uvloop")
+YARDSTICK = "zmq"
+"""The transport that the others are compared with, where it is in the same run."""
+VERSIONS = ("tllm-core", "pyzmq", "nats-py", "redis", "msgspec", "uvloop")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--transport", default="zmq", metavar="NAME", help="how frames travel (default: zmq)")
-    parser.add_argument("--launcher", default="spawn", metavar="NAME", help="who starts the engine (default: spawn)")
+    add_transport_arguments(parser)
+    parser.add_argument("--launcher", metavar="NAME", help="who starts the engine (default: what fits the transport)")
     parser.add_argument("--streams", type=_positive, default=256, metavar="N", help="requests at once (default: 256)")
     parser.add_argument("--steps", type=_positive, default=256, metavar="N", help="tokens of each (default: 256)")
+    parser.add_argument(
+        "--step-ms", type=_milliseconds, metavar="MS", help="measure also with a step every MS, as a real model's"
+    )
     parser.add_argument(
         "--consumers", choices=("async", "sync"), default="async", help="a task per stream, or one thread"
     )
@@ -56,62 +65,99 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 class Round(Struct, frozen=True):
-    """One round: the boundary with and without the submit phase, and the limits."""
+    """One round of one transport: the boundary with and without the submit phase and at a pace, and the limits."""
 
     whole: Delivery
     after_submit: Delivery
+    paced: Delivery | None
+    first: Latency
+    between: Latency
     wakes_per_s: float
     raw: Raw
+
+    @property
+    def exact(self) -> bool:
+        parts = (self.whole, self.after_submit, self.paced, self.first, self.between)
+        return all(part.exact for part in parts if part is not None)
+
+
+class Engines(Struct, frozen=True):
+    """Two engines behind one transport: one steps as fast as it can, one at a pace."""
+
+    contender: Contender
+    fast: GenerationExecutor
+    paced: GenerationExecutor
+
+
+class Bench(Struct, frozen=True):
+    """What is the same for all transports. step_s: of the paced engines; is_paced: whether their throughput is measured too."""
+
+    work: Workload
+    consumers: Consumers
+    runner: asyncio.Runner
+    step_s: float
+    is_paced: bool
+    repeat: int
+
+    @contextlib.contextmanager
+    def engines(self, contender: Contender) -> Iterator[Engines]:
+        with self._engine(contender, 0.0) as fast, self._engine(contender, self.step_s) as paced:
+            self.consumers.deliver(fast, self.work, paused=False)
+            self.consumers.latency(paced, 2, PACED_TOKENS)
+            yield Engines(contender, fast, paced)
+
+    def _engine(self, contender: Contender, step_interval_s: float) -> GenerationExecutor:
+        options = {
+            "max_batch_size": len(self.work.prompts),
+            "max_seq_len": self.work.longest(),
+            "vocab_size": self.work.vocab_size,
+            "step_interval_s": step_interval_s,
+        }
+        return GenerationExecutor.create(contender.settings(options))
+
+    def round(self, engines: Engines) -> Round:
+        consumers, work, contender = self.consumers, self.work, engines.contender
+        paced_requests = min(LATENCY_REQUESTS, LATENCY_ROUND_S / (self.step_s * PACED_TOKENS))
+        return Round(
+            whole=consumers.deliver(engines.fast, work, paused=False),
+            after_submit=consumers.deliver(engines.fast, work, paused=True),
+            paced=consumers.deliver(engines.paced, work, paused=False) if self.is_paced else None,
+            first=consumers.latency(engines.fast, max(2, LATENCY_REQUESTS // self.repeat), 1),
+            between=consumers.latency(engines.paced, max(2, int(paced_requests)), PACED_TOKENS),
+            wakes_per_s=self._wakes_per_s(),
+            raw=raw(contender.library, contender.options, work.frame_bytes(), RAW_MESSAGES),
+        )
+
+    def _wakes_per_s(self) -> float:
+        streams, steps = len(self.work.prompts), self.work.steps
+        if isinstance(self.consumers, AsyncConsumers):
+            return self.runner.run(async_wakes_per_s(streams, steps))
+        return sync_wakes_per_s(streams, steps)
 
 
 def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     """The whole report as plain data; rates are medians over the rounds."""
-    work = Workload.of(arguments.streams, arguments.steps)
+    names = names_of(arguments)
     loop, factory = _loop(arguments.loop)
-    with _executor(arguments, work) as executor, asyncio.Runner(loop_factory=factory) as runner:
+    step_s = PACED_STEP_S if arguments.step_ms is None else arguments.step_ms / 1000
+    with contextlib.ExitStack() as stack:
+        runner = stack.enter_context(asyncio.Runner(loop_factory=factory))
         consumers = AsyncConsumers(runner) if arguments.consumers == "async" else SyncConsumers()
-        consumers.deliver(executor, work, paused=False)
-        rounds = [_round(executor, work, consumers, runner) for _ in range(arguments.repeat)]
-        first = consumers.latency(executor, LATENCY_REQUESTS, 1)
-        executor.shutdown()
-        with _executor(arguments, work, PACED_STEP_S) as paced:
-            between = consumers.latency(paced, LATENCY_REQUESTS, PACED_TOKENS)
+        work = Workload.of(arguments.streams, arguments.steps)
+        bench = Bench(work, consumers, runner, step_s, arguments.step_ms is not None, arguments.repeat)
+        chosen = stack.enter_context(contenders(arguments, names))
+        running = [stack.enter_context(bench.engines(contender)) for contender in chosen]
+        rounds = [[bench.round(engines) for engines in running] for _ in range(arguments.repeat)]
+    by_transport = {contender.label: [r[at] for r in rounds] for at, contender in enumerate(chosen)}
+    results = {name: _results(of, by_transport.get(YARDSTICK)) for name, of in by_transport.items()}
+    for contender in chosen:
+        results[contender.label]["broker"] = contender.broker
     return {
         **_setup(arguments, None if arguments.consumers == "sync" else loop),
-        **_results(rounds, first.first_s, between.between_s),
-        "exact": all(delivery.exact for r in rounds for delivery in (r.whole, r.after_submit))
-        and first.exact
-        and between.exact,
-        "rounds": [_shown(r) for r in rounds],
+        "step_us": step_s * 1e6,
+        "exact": all(r.exact for of in by_transport.values() for r in of),
+        "transports": results,
     }
-
-
-def _round(executor: GenerationExecutor, work: Workload, consumers: Consumers, runner: asyncio.Runner) -> Round:
-    streams, steps = len(work.prompts), work.steps
-    return Round(
-        whole=consumers.deliver(executor, work, paused=False),
-        after_submit=consumers.deliver(executor, work, paused=True),
-        wakes_per_s=(
-            runner.run(async_wakes_per_s(streams, steps))
-            if isinstance(consumers, AsyncConsumers)
-            else sync_wakes_per_s(streams, steps)
-        ),
-        raw=raw_zmq(work.frame_bytes(), RAW_MESSAGES),
-    )
-
-
-def _executor(arguments: argparse.Namespace, work: Workload, step_interval_s: float = 0.0) -> GenerationExecutor:
-    return GenerationExecutor.create(
-        engine="echo",
-        engine_options={
-            "max_batch_size": len(work.prompts),
-            "max_seq_len": work.longest(),
-            "vocab_size": work.vocab_size,
-            "step_interval_s": step_interval_s,
-        },
-        transport=arguments.transport,
-        launcher=arguments.launcher,
-    )
 
 
 def _loop(choice: str) -> tuple[str, Callable[[], asyncio.AbstractEventLoop]]:
@@ -130,10 +176,10 @@ def _loop(choice: str) -> tuple[str, Callable[[], asyncio.AbstractEventLoop]]:
 def _setup(arguments: argparse.Namespace, loop: str | None) -> dict[str, Any]:
     return {
         "benchmark": "boundary",
-        "transport": arguments.transport,
         "launcher": arguments.launcher,
         "streams": arguments.streams,
         "steps": arguments.steps,
+        "step_ms": arguments.step_ms,
         "consumers": arguments.consumers,
         "loop": loop,
         "repeat": arguments.repeat,
@@ -143,45 +189,60 @@ def _setup(arguments: argparse.Namespace, loop: str | None) -> dict[str, Any]:
     }
 
 
-def _shown(measured: Round) -> dict[str, Any]:
-    shown: dict[str, Any] = to_builtins(measured)
-    shown["raw"]["round_trip_us"] = percentiles_us(shown["raw"].pop("round_trips_s"))
-    return shown
-
-
-def _results(rounds: list[Round], first_s: list[float], between_s: list[float]) -> dict[str, Any]:
-    whole = median(r.whole.tokens_per_s for r in rounds)
-    after_submit = median(r.after_submit.tokens_per_s for r in rounds)
-    wakes = median(r.wakes_per_s for r in rounds)
-    raw_tokens = median(r.raw.messages_per_s * r.whole.streams for r in rounds)
+def _results(rounds: Sequence[Round], yardstick: Sequence[Round] | None) -> dict[str, Any]:
+    first = percentiles_us([s for r in rounds for s in r.first.first_s])
     trips = percentiles_us([trip for r in rounds for trip in r.raw.round_trips_s])
-    first = percentiles_us(first_s)
     return {
+        "exact": all(r.exact for r in rounds),
         "boundary": {
-            "tokens_per_s": whole,
-            "tokens_per_s_after_submit": after_submit,
+            "tokens_per_s": median(r.whole.tokens_per_s for r in rounds),
+            "tokens_per_s_after_submit": median(r.after_submit.tokens_per_s for r in rounds),
+            **({"tokens_per_s_paced": median(paced)} if (paced := _paced(rounds)) else {}),
             "updates_per_s": median(r.whole.updates / r.whole.seconds for r in rounds),
             "tokens_per_update": median(r.whole.tokens / r.whole.updates for r in rounds),
         },
         "single_stream": {
             "first_token_us": first,
-            "inter_token_us": percentiles_us(between_s),
-            "engine_step_us": PACED_STEP_S * 1e6,
+            "inter_token_us": percentiles_us([s for r in rounds for s in r.between.between_s]),
         },
         "limits": {
-            "wakes_per_s": wakes,
-            "raw_zmq_messages_per_s": median(r.raw.messages_per_s for r in rounds),
-            "raw_zmq_tokens_per_s": raw_tokens,
-            "raw_zmq_frame_bytes": rounds[0].raw.frame_bytes,
-            "raw_zmq_round_trip_us": trips,
+            "wakes_per_s": median(r.wakes_per_s for r in rounds),
+            "raw_library": rounds[0].raw.library,
+            "raw_messages_per_s": median(r.raw.messages_per_s for r in rounds),
+            "raw_tokens_per_s": median(r.raw.messages_per_s * r.whole.streams for r in rounds),
+            "raw_frame_bytes": rounds[0].raw.frame_bytes,
+            "raw_round_trip_us": trips,
         },
-        "ratios": {
-            "to_wake_limit": whole / wakes,
-            "after_submit_to_wake_limit": after_submit / wakes,
-            "to_raw_zmq": whole / raw_tokens,
-            "first_token_to_round_trip": first["p50"] / trips["p50"],
-        },
+        "ratios": {**_ratios(rounds, yardstick), "first_token_to_round_trip": first["p50"] / trips["p50"]},
+        "rounds": [_shown(r) for r in rounds],
     }
+
+
+def _ratios(rounds: Sequence[Round], yardstick: Sequence[Round] | None) -> dict[str, float]:
+    """Each is the median of the rounds' own ratios: what disturbs a round hits both sides of it."""
+    ratios = {
+        "to_wake_limit": median(r.whole.tokens_per_s / r.wakes_per_s for r in rounds),
+        "after_submit_to_wake_limit": median(r.after_submit.tokens_per_s / r.wakes_per_s for r in rounds),
+        "to_raw": median(r.whole.tokens_per_s / (r.raw.messages_per_s * r.whole.streams) for r in rounds),
+    }
+    if yardstick is not None:
+        pairs = list(zip(rounds, yardstick, strict=True))
+        ratios["to_zmq"] = median(r.whole.tokens_per_s / other.whole.tokens_per_s for r, other in pairs)
+        if _paced(rounds):
+            ratios["paced_to_zmq"] = median(a / b for a, b in zip(_paced(rounds), _paced(yardstick), strict=True))
+    return ratios
+
+
+def _paced(rounds: Sequence[Round]) -> list[float]:
+    return [r.paced.tokens_per_s for r in rounds if r.paced is not None]
+
+
+def _shown(measured: Round) -> dict[str, Any]:
+    shown: dict[str, Any] = to_builtins(measured)
+    shown["raw"]["round_trip_us"] = percentiles_us(shown["raw"].pop("round_trips_s"))
+    shown["first_token_us"] = percentiles_us(shown.pop("first")["first_s"])
+    shown["inter_token_us"] = percentiles_us(shown.pop("between")["between_s"])
+    return shown
 
 
 def _version(name: str) -> str | None:
@@ -195,4 +256,11 @@ def _positive(text: str) -> int:
     value = int(text)
     if value < 1:
         raise argparse.ArgumentTypeError(f"must be 1 or more, not {value}")
+    return value
+
+
+def _milliseconds(text: str) -> float:
+    value = float(text)
+    if not 0 < value <= 10_000:
+        raise argparse.ArgumentTypeError(f"must be more than 0 and at most 10000, not {text}")
     return value

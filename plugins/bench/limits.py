@@ -1,23 +1,20 @@
-"""What can't be exceeded: waking consumers without any transport, and ZeroMQ without anything around it."""
+"""What can't be exceeded: waking consumers without any transport, and a transport's own library without anything around it."""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import subprocess
-import sys
-import tempfile
+import importlib
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Mapping
 
-import zmq
 from msgspec import Struct
 
-PEER = "tllm_core.plugins.bench.peer"
-ROUND_TRIPS = 1000
-ROUND_TRIP_BYTES = 100
-PATIENCE_MS = 30_000
+from tllm_core.contracts.messages import Plain
+from tllm_core.errors import ConfigError
+
+RAW_BYTES = 32 << 20
+"""At most so much is sent one way: a broker holds all of it while the receiver lags behind."""
 
 # ----------------------------------------------------------------------------------------------------- waking
 
@@ -70,61 +67,41 @@ def sync_wakes_per_s(streams: int, steps: int) -> float:
     return streams * steps / elapsed
 
 
-# -------------------------------------------------------------------------------------------------------- zmq
+# ---------------------------------------------------------------------------------------------------- libraries
 
 
 class Raw(Struct, frozen=True):
-    """Frames of `frame_bytes` one way per second, and the round trips of short ones."""
+    """Frames of `frame_bytes` one way per second, and the round trips of short ones. library: what they were sent with."""
 
+    library: str
     messages_per_s: float
     frame_bytes: int
     round_trips_s: list[float]
 
 
-def raw_zmq(frame_bytes: int, messages: int) -> Raw:
-    """PUSH/PULL one way and REQ/REP both ways, over ipc, with a process of its own at the other end."""
-    with tempfile.TemporaryDirectory(prefix="tllm") as directory, zmq.Context() as context:
-        with _bound(context, zmq.PULL, f"ipc://{directory}/push") as pull:
-            messages_per_s = _one_way(pull, f"ipc://{directory}/push", frame_bytes, messages)
-        with _bound(context, zmq.REQ, f"ipc://{directory}/echo") as request:
-            round_trips_s = _round_trips(request, f"ipc://{directory}/echo")
-    return Raw(messages_per_s, frame_bytes, round_trips_s)
+LIBRARIES: dict[str, tuple[str, str]] = {
+    "nats": ("nats", "nats-py"),
+    "redis": ("redis", "redis-py"),
+    "zmq": ("zmq", "pyzmq"),
+}
+"""A transport's name -> the module that measures its library here (raw_NAME), and the library's own name."""
+OTHERS = "zmq"
+"""What a transport without a library of its own is compared with."""
+
+Measure = Callable[[Mapping[str, Plain], int, int], tuple[float, list[float]]]
 
 
-def _one_way(pull: zmq.Socket[bytes], endpoint: str, frame_bytes: int, messages: int) -> float:
-    with _peer("push", endpoint, str(frame_bytes), str(messages + 1)):
-        pull.recv()
-        started = time.perf_counter()
-        for _ in range(messages):
-            pull.recv()
-        return messages / (time.perf_counter() - started)
+def raw(library: str, options: Mapping[str, Plain], frame_bytes: int, messages: int) -> Raw:
+    """Measures with a process of its own at the other end. options: the transport's, for where its broker is.
 
-
-def _round_trips(request: zmq.Socket[bytes], endpoint: str) -> list[float]:
-    payload, trips = b"x" * ROUND_TRIP_BYTES, []
-    with _peer("echo", endpoint, str(ROUND_TRIPS + 1)):
-        for _ in range(ROUND_TRIPS + 1):
-            started = time.perf_counter()
-            request.send(payload)
-            request.recv()
-            trips.append(time.perf_counter() - started)
-    return trips[1:]  # the first one waited for the process to start
-
-
-@contextlib.contextmanager
-def _bound(context: zmq.Context[zmq.Socket[bytes]], kind: zmq.SocketType, endpoint: str) -> Iterator[zmq.Socket[bytes]]:
-    with context.socket(kind) as socket:
-        socket.setsockopt(zmq.LINGER, 0)
-        socket.setsockopt(zmq.RCVTIMEO, PATIENCE_MS)
-        socket.bind(endpoint)
-        yield socket
-
-
-@contextlib.contextmanager
-def _peer(*arguments: str) -> Iterator[None]:
-    with subprocess.Popen([sys.executable, "-m", PEER, *arguments], stdin=subprocess.DEVNULL) as process:
-        try:
-            yield
-            process.wait(PATIENCE_MS / 1000)
-        finally:
-            process.kill()
+    Raises ConfigError where the library is not installed.
+    """
+    name = library if library in LIBRARIES else OTHERS
+    module, shown = LIBRARIES[name]
+    try:
+        measure: Measure = importlib.import_module(f"tllm_core.plugins.bench.raw_{module}").measure
+    except ModuleNotFoundError as error:
+        raise ConfigError(f"{error.name} is not installed: pip install 'tllm-core[{name}]'") from None
+    count = max(1, min(messages, RAW_BYTES // frame_bytes))
+    messages_per_s, round_trips_s = measure(options, frame_bytes, count)
+    return Raw(shown, messages_per_s, frame_bytes, round_trips_s)

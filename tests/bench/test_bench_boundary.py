@@ -4,13 +4,20 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import json
+import sys
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import redis
 
-from tllm_core.plugins.bench import boundary, limits, report, streams
+from tllm_core.conformance.broker import nats_server, valkey_server
+from tllm_core.errors import ConfigError, TransportError
+from tllm_core.plugins.bench import boundary, limits, peer, report, streams
+
+SERVERS = {"nats": nats_server, "redis": valkey_server}
 
 
 def arguments(*given: str) -> argparse.Namespace:
@@ -30,31 +37,55 @@ def numbers(value: Any, path: str = "") -> Iterator[tuple[str, float]]:
         yield path, value
 
 
-@pytest.mark.parametrize(
-    ("consumers", "places"),
-    [("async", ("zmq", "spawn")), ("sync", ("zmq", "spawn")), ("async", ("inproc", "inline"))],
-)
-def test_a_run_has_every_number_and_every_token(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, consumers: str, places: tuple[str, str]
-) -> None:
+@pytest.fixture(autouse=True)
+def _short(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(boundary, "LATENCY_REQUESTS", 10)
     monkeypatch.setattr(boundary, "RAW_MESSAGES", 100)
-    transport, launcher = places
-    given = arguments(
-        *("--transport", transport, "--launcher", launcher, "--streams", "8", "--steps", "8", "--repeat", "2"),
-        *("--consumers", consumers, "--json"),
-    )
-    assert boundary.run(given) == 0
+
+
+SHORT = ("--streams", "8", "--steps", "8", "--repeat", "2", "--json")
+
+
+@pytest.mark.parametrize(
+    ("consumers", "transports"), [("async", "zmq"), ("sync", "zmq"), ("async", "inproc"), ("async", "zmq,inproc")]
+)
+def test_a_run_has_every_number_and_every_token(
+    capsys: pytest.CaptureFixture[str], consumers: str, transports: str
+) -> None:
+    assert boundary.run(arguments(*SHORT, "--transport", transports, "--consumers", consumers)) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["exact"] is True
     assert [path for path, number in numbers(found) if not number > 0] == []
-    assert [r["whole"]["tokens"] for r in found["rounds"]] == [64, 64]
-    assert found["boundary"].keys() >= {"tokens_per_s", "tokens_per_s_after_submit"}
-    assert found["limits"].keys() >= {"wakes_per_s", "raw_zmq_tokens_per_s", "raw_zmq_round_trip_us"}
+    assert list(found["transports"]) == transports.split(",")
+    for of in found["transports"].values():
+        assert [r["whole"]["tokens"] for r in of["rounds"]] == [64, 64]
+        assert of["boundary"].keys() == {
+            "tokens_per_s",
+            "tokens_per_s_after_submit",
+            "updates_per_s",
+            "tokens_per_update",
+        }
+        assert of["limits"].keys() >= {"wakes_per_s", "raw_tokens_per_s", "raw_round_trip_us"}
+        assert ("to_zmq" in of["ratios"]) == ("zmq" in transports)
     assert found["versions"]["pyzmq"]
     lines = report.table(found)
-    assert lines[0].startswith(f"{transport}, {launcher}: 8 streams of 8 tokens, {consumers} consumers")
-    assert lines[-1].split() == ["every", "token", "as", "expected", "yes"]
+    assert lines[0].startswith(f"8 streams of 8 tokens, {consumers} consumers")
+    assert lines[1].split() == transports.split(",")
+    assert f"every token as expected {'yes ' * len(found['transports'])}".split() in [line.split() for line in lines]
+
+
+def test_paced_steps_are_measured_beside_those_as_fast_as_can_be(capsys: pytest.CaptureFixture[str]) -> None:
+    given = arguments(*SHORT, "--transport", "zmq", "--transport", "inproc", "--step-ms", "10")
+    assert boundary.run(given) == 0
+    found = json.loads(capsys.readouterr().out)
+    for of in found["transports"].values():
+        # 8 steps have 7 pauses of 10 ms between them, whatever else the machine does.
+        assert [r["paced"]["seconds"] >= 0.06 for r in of["rounds"]] == [True, True]
+        assert of["boundary"]["tokens_per_s_paced"] <= 64 / 0.06
+        assert of["ratios"]["paced_to_zmq"] > 0
+        assert of["single_stream"]["inter_token_us"]["p50"] > 5_000
+    assert found["transports"]["zmq"]["ratios"]["paced_to_zmq"] == 1
+    assert any("a step every 10 ms" in line for line in report.table(found))
 
 
 def test_a_wrong_lost_or_repeated_token_is_found() -> None:
@@ -75,13 +106,56 @@ def test_tokens_of_one_update_share_the_time_since_the_last() -> None:
 def test_each_limit_counts_every_wake_and_message() -> None:
     assert asyncio.run(limits.async_wakes_per_s(4, 5)) > 0
     assert limits.sync_wakes_per_s(4, 5) > 0
-    raw = limits.raw_zmq(3000, 50)
+
+
+@pytest.mark.parametrize("library", ["zmq", "nats", "redis", "inproc"])
+def test_each_library_is_measured_over_a_server_of_its_own(library: str) -> None:
+    with contextlib.ExitStack() as stack:
+        options = {"url": stack.enter_context(SERVERS[library]()).url} if library in SERVERS else {}
+        raw = limits.raw(library, options, 3000, 50)
+    assert raw.library == limits.LIBRARIES.get(library, limits.LIBRARIES["zmq"])[1]
     assert raw.messages_per_s > 0
-    assert len(raw.round_trips_s) == limits.ROUND_TRIPS
+    assert len(raw.round_trips_s) == peer.ROUND_TRIPS
     assert all(trip > 0 for trip in raw.round_trips_s)
 
 
-@pytest.mark.parametrize("wrong", [("--streams", "0"), ("--consumers", "none"), ("--repeat", "-1")])
+def test_a_redis_server_keeps_nothing_of_a_measurement() -> None:
+    with valkey_server() as server:
+        limits.raw("redis", {"url": server.url}, 3000, 50)
+        with redis.Redis.from_url(server.url) as client:
+            assert client.dbsize() == 0
+
+
+def test_a_library_that_is_not_installed_is_told_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "nats", None)
+    monkeypatch.delitem(sys.modules, "tllm_core.plugins.bench.raw_nats", raising=False)
+    with pytest.raises(ConfigError, match=r"nats is not installed: pip install 'tllm-core\[nats\]'"):
+        limits.raw("nats", {"url": "nats://127.0.0.1:1"}, 3000, 50)
+
+
+def test_the_other_end_that_cannot_start_is_told(capfd: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(TransportError, match="did not start"), peer.peer("tllm_core.plugins.bench.raw_zmq", "nothing"):
+        pass
+    assert "has no attribute 'nothing'" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        (("--transport", ","), "--transport names none"),
+        (("--transport", "zmk"), "zmq"),
+        (("--set", "transport"), "--set transport: must be SECTION.KEY=VALUE"),
+        (("--set", "transport.zmq.url=nats://x"), "url"),
+    ],
+)
+def test_a_choice_that_cannot_be_measured_is_refused_in_words(given: tuple[str, ...], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        boundary.run(arguments(*SHORT, *given))
+
+
+@pytest.mark.parametrize(
+    "wrong", [("--streams", "0"), ("--consumers", "none"), ("--repeat", "-1"), ("--step-ms", "0"), ("--step-ms", "nan")]
+)
 def test_wrong_arguments_end_with_the_code_of_wrong_use(wrong: tuple[str, str]) -> None:
     with pytest.raises(SystemExit) as ended:
         arguments(*wrong)
