@@ -18,10 +18,13 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import hypothesis.strategies as st
 import msgspec
 import pytest
 import zmq
+from hypothesis import HealthCheck, given, settings
 
+from tllm_core.conformance.proxy import CutProxy
 from tllm_core.contracts.interfaces import EngineAddress, Port
 from tllm_core.errors import ConfigError, FrameTooLarge, PortClosed, TransportError
 from tllm_core.transports.zmq import ZmqSettings, ZmqTransport, packing, ports
@@ -114,6 +117,57 @@ def test_the_default_directory_is_private(monkeypatch: pytest.MonkeyPatch, tmp_p
     (tmp_path / "tllm-core").chmod(0o777)
     with pytest.raises(ConfigError, match=r"only this user.*transport\.zmq\.directory"):
         ZmqTransport(ZmqSettings()).listen("model", 1)
+
+
+@pytest.mark.parametrize("mode", [0o777, 0o703, 0o722])
+def test_a_chosen_directory_that_others_can_change_is_refused_in_words(directory: Path, mode: int) -> None:
+    directory.mkdir()
+    directory.chmod(mode)
+    with pytest.raises(ConfigError, match=r"written to by every user.*chmod o-w.*set transport\.zmq\.directory"):
+        transport(directory).listen("model", 7)
+    assert list(directory.iterdir()) == []
+    directory.chmod(mode | stat.S_ISVTX)  # as /tmp is: everybody may add, and nobody replace
+    transport(directory).listen("model", 7).close()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs the right to give a directory away")
+def test_a_chosen_directory_of_another_user_is_refused_in_words(directory: Path) -> None:
+    directory.mkdir()
+    os.chown(directory, 65534, -1)
+    with pytest.raises(ConfigError, match=r"belongs to another user \(65534\).*set transport\.zmq\.directory"):
+        transport(directory).listen("model", 7)
+    assert list(directory.iterdir()) == []
+
+
+def test_a_chosen_directory_that_is_a_file_is_refused_in_words(directory: Path) -> None:
+    directory.write_text("")
+    with pytest.raises(ConfigError, match=r"directory .* can't be made|is not a directory"):
+        transport(directory).listen("model", 7)
+
+
+NAMES = st.one_of(
+    st.text(max_size=20),
+    st.text(alphabet="./%~\0\\ \n-", max_size=30),
+    st.text(alphabet=st.characters(codec=None), max_size=8),
+    st.text(alphabet="aä\U0001f600", min_size=60, max_size=300),
+    st.sampled_from(["", ".", "..", "a.lock", "a.0123456789abcdef.sock", "../x", "/etc/x", "%2e%2e", "\udcff"]),
+)
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(name=NAMES, protocol=st.sampled_from(["ipc", "tcp"]))
+def test_any_name_is_held_within_the_directory_or_refused_in_words(directory: Path, name: str, protocol: str) -> None:
+    around = set(directory.parent.iterdir()) - {directory}
+    port = None
+    with contextlib.suppress(ConfigError):  # anything else is a failure
+        port = transport(directory, protocol=protocol).listen(name, 7)
+    if port is not None:
+        with contextlib.closing(port):
+            assert port.address.engine == name
+            with pytest.raises(TransportError, match="already running"):
+                transport(directory, protocol=protocol).listen(name, 8)
+    assert set(directory.parent.iterdir()) - {directory} == around
+    assert not directory.exists() or list(directory.iterdir()) == []
 
 
 def test_a_live_holder_in_another_process_is_refused_and_keeps_its_socket(directory: Path) -> None:
@@ -310,6 +364,7 @@ def test_a_send_that_takes_in_the_readers_signal_passes_it_on(directory: Path) -
 ECHO = """
 import sys
 import msgspec
+from tllm_core.conformance.proxy import CutProxy
 from tllm_core.contracts.interfaces import EngineAddress
 from tllm_core.transports.zmq import ZmqSettings, ZmqTransport
 port = ZmqTransport(ZmqSettings()).connect(msgspec.json.decode(sys.argv[1], type=EngineAddress), bytes([int(sys.argv[2])]) * 16)
@@ -343,6 +398,7 @@ def test_frontends_in_other_processes(directory: Path, protocol: str) -> None:
 
 LONELY = """
 import sys
+from tllm_core.conformance.proxy import CutProxy
 from tllm_core.contracts.interfaces import EngineAddress
 from tllm_core.transports.zmq import ZmqSettings, ZmqTransport
 address = EngineAddress(transport="zmq", engine="model", generation=1, endpoints={"zmq": sys.argv[1]})
@@ -406,52 +462,6 @@ def test_a_frontend_that_comes_back_under_its_id_is_reached_again(directory: Pat
 # ---------------------------------------------------------------------------------------------------- reconnects
 
 
-class Proxy:
-    """Forwards one tcp port to another; `cut` ends what is connected, and new connections are taken again."""
-
-    def __init__(self, port: int) -> None:
-        self._to = ("127.0.0.1", port)
-        self._server = socket.create_server(("127.0.0.1", 0))
-        self._live: list[socket.socket] = []
-        self._threads = [threading.Thread(target=self._accept)]
-        self._threads[0].start()
-        self.endpoint = f"tcp://127.0.0.1:{self._server.getsockname()[1]}"
-
-    def _accept(self) -> None:
-        while True:
-            try:
-                near, _ = self._server.accept()
-            except OSError:
-                return
-            far = socket.create_connection(self._to)
-            self._live += [near, far]
-            for source, sink in ((near, far), (far, near)):
-                thread = threading.Thread(target=self._forward, args=(source, sink))
-                self._threads.append(thread)
-                thread.start()
-
-    def _forward(self, source: socket.socket, sink: socket.socket) -> None:
-        with contextlib.suppress(OSError):
-            while received_bytes := source.recv(65536):
-                sink.sendall(received_bytes)
-        for end in (source, sink):
-            with contextlib.suppress(OSError):
-                end.shutdown(socket.SHUT_RDWR)
-
-    def cut(self) -> None:
-        for end in list(self._live):
-            with contextlib.suppress(OSError):
-                end.shutdown(socket.SHUT_RDWR)
-
-    def close(self) -> None:
-        self._server.shutdown(socket.SHUT_RDWR)
-        self.cut()
-        for thread in self._threads:
-            thread.join(PATIENCE_S)
-        for end in (self._server, *self._live):
-            end.close()
-
-
 def until(port: Port, condition: Callable[[], bool]) -> None:
     """Receives, so that the port sees what happens, until the condition holds."""
     deadline = time.monotonic() + PATIENCE_S
@@ -463,8 +473,8 @@ def until(port: Port, condition: Callable[[], bool]) -> None:
 def test_a_lost_tcp_connection_is_down_comes_back_and_shows_since_when(directory: Path) -> None:
     lane = transport(directory, protocol="tcp")
     engine = lane.listen("model", 1)
-    with contextlib.closing(Proxy(int(engine.address.endpoints["zmq"].rpartition(":")[2]))) as proxy:
-        address = msgspec.structs.replace(engine.address, endpoints={"zmq": proxy.endpoint})
+    with CutProxy("127.0.0.1", int(engine.address.endpoints["zmq"].rpartition(":")[2])) as proxy:
+        address = msgspec.structs.replace(engine.address, endpoints={"zmq": f"tcp://{proxy.host}:{proxy.port}"})
         frontend = lane.connect(address, PEER)
         for number in range(3):
             frontend.send([b"up %d" % number])
@@ -474,6 +484,7 @@ def test_a_lost_tcp_connection_is_down_comes_back_and_shows_since_when(directory
             until(frontend, lambda: frontend.state.up and frontend.state.since > 0)
             before = frontend.state.since, engine.state.since
             proxy.cut()
+            proxy.heal()
             until(frontend, lambda before=before: frontend.state.since > before[0])  # type: ignore[misc]
             until(frontend, lambda: frontend.state.up)
             until(engine, lambda before=before: engine.state.since > before[1])  # type: ignore[misc]

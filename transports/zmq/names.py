@@ -36,12 +36,27 @@ def private_directory(chosen: str | None) -> Path:
         raise ConfigError(
             f"the zmq directory {path} can't be made: {error.strerror}; set transport.zmq.directory"
         ) from None
-    foreign = status.st_uid != os.geteuid() or stat.S_IMODE(status.st_mode) & 0o077
-    if not stat.S_ISDIR(status.st_mode) or (chosen is None and foreign):
-        raise ConfigError(
-            f"{path} is not a directory that only this user can use; remove it or set transport.zmq.directory"
-        )
+    complaint = _complaint(status) if chosen is not None else _complaint_of_default(status)
+    if complaint:
+        raise ConfigError(f"the zmq directory {path} {complaint}, or set transport.zmq.directory to another")
     return path
+
+
+def _complaint(status: os.stat_result) -> str | None:
+    if not stat.S_ISDIR(status.st_mode):
+        return "is not a directory: remove what is there"
+    if status.st_uid not in (os.geteuid(), 0):
+        return f"belongs to another user ({status.st_uid}), who could replace what is in it: give it to this one"
+    if status.st_mode & stat.S_IWOTH and not status.st_mode & stat.S_ISVTX:
+        return "can be written to by every user, who could replace what is in it: chmod o-w it"
+    return None
+
+
+def _complaint_of_default(status: os.stat_result) -> str | None:
+    foreign = status.st_uid != os.geteuid() or stat.S_IMODE(status.st_mode) & 0o077
+    if foreign or not stat.S_ISDIR(status.st_mode):
+        return "is not a directory that only this user can use: remove it"
+    return None
 
 
 def _default_directory() -> Path:

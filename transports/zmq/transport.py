@@ -38,6 +38,7 @@ class ZmqTransport(Transport):
     def listen(self, engine: str, generation: int) -> ZmqEnginePort:
         """Raises TransportError for a name that a live engine holds, ConfigError for what can't be bound."""
         settings = self.settings
+        _check_name(engine)
         directory = private_directory(settings.directory)
         if settings.protocol == "ipc":
             _check_length(directory, engine)
@@ -68,6 +69,15 @@ class ZmqTransport(Transport):
         directory = private_directory(self.settings.directory)
         with contextlib.suppress(OSError, TransportError):  # the next start sweeps as well
             discard(directory, address.engine, address.generation, self.settings.name_timeout_s)
+
+
+def _check_name(engine: str) -> None:
+    try:
+        usable = bool(engine) and bool(engine.encode())
+    except UnicodeEncodeError:
+        usable = False
+    if not usable:
+        raise ConfigError(f"an engine can't be named {engine!r}: a name is text of at least one character")
 
 
 def _take_name(directory: Path, engine: str, generation: int, timeout_s: float) -> HeldName:
