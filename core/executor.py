@@ -10,7 +10,6 @@ from types import TracebackType
 from typing import Any, Literal, Self
 
 import msgspec
-from msgspec import Struct
 
 from tllm_core.attach import AttachFile, read_attach_file, write_attach_file
 from tllm_core.checks import Checks, default_sampling
@@ -22,8 +21,9 @@ from tllm_core.contracts.messages import (
     Plain,
     TokenIds,
 )
-from tllm_core.errors import ConfigError, ControlError, ExecutorClosedError, Overloaded, TllmError
+from tllm_core.errors import ConfigError, ControlError, EngineDeadError, ExecutorClosedError, Overloaded, TllmError
 from tllm_core.frontend import Frontend
+from tllm_core.health import Health, health_of
 from tllm_core.ledger.ledger import Call
 from tllm_core.ledger.result import GenerationResult
 from tllm_core.ledger.waiting import Deadline, ThreadWaiter, async_waiter
@@ -37,27 +37,6 @@ Prompt = TokenIds | Sequence[int]
 SHUTDOWN_S = 180.0
 OPEN_S = 30.0
 """How long an engine that said Ready may take to answer Hello."""
-
-
-class RankHealth(Struct, frozen=True):
-    rank: int
-    pid: int
-    state: str
-
-
-class Health(Struct, frozen=True):
-    """state: "ready", "dead" or "closed". cause: why, if not ready. last_result_age_s: since the last step batch."""
-
-    state: Literal["ready", "dead", "closed"]
-    cause: str | None
-    in_flight: int
-    last_result_age_s: float | None
-    ranks: tuple[RankHealth, ...]
-    counters: dict[str, int]
-
-    @property
-    def ok(self) -> bool:
-        return self.state == "ready"
 
 
 class GenerationExecutor:
@@ -187,6 +166,11 @@ class GenerationExecutor:
         """Blocks until the engine is lost or the executor is shut down; False after `timeout` seconds. `health()` says why."""
         return self._frontend.ended.wait(timeout)
 
+    def wait_world_ended(self, timeout: float | None = None) -> bool:
+        """As `wait_ended`, for whoever owns the engine: a lane to it that is lost, as over a broker that stays away, does not end
+        it, and others may still attach. `world_failure` says why it ended."""
+        return self._frontend.world_ended.wait(timeout)
+
     # ------------------------------------------------------------------------------------------------------ submit
 
     def submit(self, request: GenerationRequest) -> GenerationResult:
@@ -283,7 +267,7 @@ class GenerationExecutor:
 
         Raises ControlError if it failed, was refused or did not answer within `timeout` seconds; EngineDeadError at once.
         """
-        call = self._call(method, args, ranks)
+        call = self._call(method, args, ranks, timeout)
         waiter, deadline = ThreadWaiter(), Deadline(timeout)
         call.waiters.append(waiter)
         while call.outcome is None:
@@ -304,12 +288,14 @@ class GenerationExecutor:
             self._frontend.ledger.withdraw_call(call.call_id)
         return _values(call)
 
-    def _call(self, method: str, args: Sequence[Plain], ranks: Literal["all"] | Sequence[int]) -> Call:
+    def _call(
+        self, method: str, args: Sequence[Plain], ranks: Literal["all"] | Sequence[int], timeout: float | None = None
+    ) -> Call:
         self._check_process()
         if method != "stats" and method not in self.info.controls:
             known = ", ".join(sorted({"stats", *self.info.controls}))
             raise ControlError(f"the engine of {self.info.model!r} has no control method {method!r}; it has: {known}")
-        return self._frontend.call(method, args, None if ranks == "all" else tuple(ranks))
+        return self._frontend.call(method, args, None if ranks == "all" else tuple(ranks), timeout)
 
     def stats(self, timeout: float | None = 10.0) -> IterationStats:
         """The engine's own numbers."""
@@ -319,23 +305,13 @@ class GenerationExecutor:
         return msgspec.convert((await self.acontrol("stats"))[0], IterationStats)
 
     def health(self) -> Health:
-        """What is known now; never raises or blocks."""
-        frontend = self._frontend
-        closed = frontend.ledger.closed
-        error = frontend.verdict or (None if closed is None else closed.error)
-        if os.getpid() != self._pid:
-            error = _foreign()
-        state: Literal["ready", "dead", "closed"] = "ready"
-        if error is not None:
-            state = "closed" if isinstance(error, ExecutorClosedError) else "dead"
-        return Health(
-            state=state,
-            cause=None if error is None else str(error),
-            in_flight=frontend.ledger.in_flight,
-            last_result_age_s=frontend.last_batch_age_s(),
-            ranks=tuple(RankHealth(i.rank, i.pid, frontend.rank_state(i.rank)) for i in frontend.ranks),
-            counters={**frontend.link.counters, **frontend.ledger.counters},
-        )
+        """What is known now: alive, reachable, getting on. Never raises or blocks; see `Health` for what each field means."""
+        return health_of(self._frontend, None if os.getpid() == self._pid else _foreign())
+
+    @property
+    def world_failure(self) -> EngineDeadError | None:
+        """Why the engine world ended; None while it has not, or was told to."""
+        return self._frontend.world_error
 
     @property
     def failure(self) -> TllmError | None:
@@ -343,7 +319,10 @@ class GenerationExecutor:
         return self._frontend.verdict
 
     def check_health(self) -> bool:
-        """The engine is alive and takes requests; never raises or blocks."""
+        """Whether the engine is alive, can be reached and gets on with its work; `health().reason` says why not.
+
+        Never raises or blocks, and asks nobody: the frontend's own threads take in what arrives, whether or not anybody looks.
+        """
         return self.health().ok
 
     def describe(self) -> dict[str, Plain]:

@@ -89,6 +89,8 @@ class Frontend:
         self._close_lock = threading.Lock()
         self._closed = threading.Event()
         self.ended = threading.Event()
+        self.world_ended = self.ended if world is None else threading.Event()
+        self.world_error: EngineDeadError | None = None
         self._threads = [threading.Thread(target=self._receive_loop, name="tllm-receive", daemon=True)]
         if world is not None:
             self._threads.append(threading.Thread(target=self._watch_loop, name="tllm-world", daemon=True))
@@ -118,10 +120,13 @@ class Frontend:
             self._apply(effects)
             self._tell_abort(client_id)
 
-    def call(self, method: str, args: Sequence[Plain], ranks: tuple[int, ...] | None) -> Call:
+    def call(
+        self, method: str, args: Sequence[Plain], ranks: tuple[int, ...] | None, timeout_s: float | None = None
+    ) -> Call:
+        """`timeout_s`: how long the caller means to wait, as the engine is told; None = without end."""
         call = self.ledger.register_call(self._call_ids.draw())
         try:
-            self.link.send(Control(call.call_id, method, args, ranks))
+            self.link.send(Control(call.call_id, method, args, ranks, timeout_s))
         except BaseException:
             self.ledger.withdraw_call(call.call_id)
             raise
@@ -185,7 +190,7 @@ class Frontend:
 
     def _judge_path(self) -> None:
         """A path that is down for long is this side's loss and says nothing about the engine."""
-        down_s = self._path.lost_for_s(time.monotonic(), self.link.path_ok_at())
+        down_s = self._path.lost_for_s(time.monotonic(), self.link.path()[1])
         if down_s is not None:
             self.post(BrokerLost(f"there has been no path to the engine for {down_s:.1f} s (broker_down_after_s)"))
 
@@ -247,7 +252,9 @@ class Frontend:
                 self._judge()
         except Exception as error:
             log.exception("the watch over the engine world failed; it counts as dead")
-            self.post(EngineDeadError(Cause(f"the watch over the engine world failed: {error!r}")))
+            self._lose_world(Cause(f"the watch over the engine world failed: {error!r}"))
+        finally:
+            self.world_ended.set()
 
     def _watch(self) -> bool:
         """Takes what the world says; False once it is gone."""
@@ -259,12 +266,18 @@ class Frontend:
                 if self._liveness is not None:
                     self._liveness.beat(event.beat, time.monotonic())
             elif isinstance(event, Failed):
-                self.post(EngineDeadError(event.cause()))
+                self._lose_world(event.cause())
             elif isinstance(event, Exited):
                 if not self._closing.is_set():
-                    self.post(EngineDeadError(event.cause()))
+                    self._lose_world(event.cause())
                 return False
         return True
+
+    def _lose_world(self, cause: Cause) -> None:
+        """The first cause stays, also where the lane to the world had been lost before."""
+        error = EngineDeadError(cause)
+        self.world_error = self.world_error or error
+        self.post(error)
 
     def _next_events(self) -> Sequence[WorldEvent]:
         assert self.world is not None
@@ -315,7 +328,7 @@ class Frontend:
         if self.world is None:
             return
         budget = deadline.left() or 0.0
-        if self._verdict is not None:
+        if isinstance(self._verdict, EngineDeadError):
             budget = min(budget, DEAD_STOP_S)
         if not self.world.stop(max(budget, 0.0)):
             log.warning("the engine world did not stop within its bound and is killed")
@@ -324,6 +337,11 @@ class Frontend:
     def close_soon(self) -> None:
         """Has the receive thread begin the end within a tick; only sets a flag, since finalizers run inside any lock."""
         self._close_requested = True
+
+    @property
+    def liveness(self) -> Liveness | None:
+        """What is known of the world from its beats; None where nothing beats."""
+        return self._liveness
 
     @property
     def verdict(self) -> TllmError | None:

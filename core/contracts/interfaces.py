@@ -164,6 +164,10 @@ class Engine(ABC):
     Constructed as `Engine(settings)` with an instance of the spec's `settings_type`.
     """
 
+    paused: bool = False
+    """Set while it holds requests on purpose (a control call paused it, or put it to sleep): not a hang. Read after every step
+    and control call."""
+
     def __init__(self, settings: Any) -> None:
         self.settings = settings
 

@@ -7,13 +7,14 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from tllm_core.contracts.interfaces import Ready
 from tllm_core.world.channel import Begin, Channel, End, FromRank, Go, ToRank
 from tllm_core.world.process import die_with_parent
-from tllm_core.world.progress import Progress
+from tllm_core.world.progress import UNREAD, Progress, Unread
 from tllm_core.world.rank import RankContext, follow, lead, resolve
+from tllm_core.world.stacks import answer_with_stacks
 from tllm_core.world.words import failed_of
 
 DRAIN_S = 5.0
@@ -24,6 +25,7 @@ def run_rank(sock: socket.socket, parent: int) -> int:
     """Exit code 0 after an orderly end, 1 after a failure, which was reported."""
     die_with_parent(parent)
     faulthandler.enable()
+    answer_with_stacks()
     channel: Channel[ToRank] = Channel(sock, ToRank)
     messages = channel.wait()
     if not messages or not isinstance(messages[0], Begin):
@@ -50,7 +52,7 @@ class RankProcess:
             return 1
         try:
             if self._begin.rank == 0:
-                lead(parts, self._context, self._report, self._note())
+                lead(parts, self._context, self._report, self._progress())
             else:
                 # A follower may sit in a collective call that never returns; rank 0 has ended by then.
                 signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(0))
@@ -60,9 +62,9 @@ class RankProcess:
             return 1  # it was reported
         return 0
 
-    def _note(self) -> Callable[[int, bool], None]:
+    def _progress(self) -> Unread:
         fd = self._begin.progress_fd
-        return (lambda steps, busy: None) if fd is None else Progress(fd).note
+        return UNREAD if fd is None else Progress(fd)
 
     def _report(self, message: FromRank) -> None:
         self._channel.send(message)

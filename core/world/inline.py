@@ -65,7 +65,7 @@ class InlineWorld(World):
 
     def _run(self, parts: Parts) -> None:
         try:
-            lead(parts, self._context, self._report, lambda steps, busy: None)
+            lead(parts, self._context, self._report)
         except BaseException:
             failed = self._failed
             self._events.put(Exited(False, "the engine failed" if failed is None else failed.message, 0))

@@ -1,10 +1,11 @@
-"""The step counter that rank 0 shares with the watcher: two 64-bit numbers in memory that both map."""
+"""The step counter that rank 0 shares with the watcher: three 64-bit numbers in memory that both map."""
 
 import mmap
 import os
 import tempfile
 
-SIZE = 16
+SIZE = 24
+FOREVER_NS = 2**63
 
 
 def create_shared() -> int:
@@ -18,8 +19,25 @@ def create_shared() -> int:
     return fd
 
 
-class Progress:
-    """How many steps there were, and whether work is pending. Each number is written and read in one machine word."""
+class Unread:
+    """The progress of a rank that no watcher reads."""
+
+    def note(self, steps: int, busy: bool) -> None:
+        """How many steps there were, and whether work is pending."""
+
+    def excuse(self, until: float) -> None:
+        """Until then, in monotonic seconds, the world does what it was told to, however long that takes; 0 ends it early."""
+
+
+UNREAD = Unread()
+
+
+class Progress(Unread):
+    """How many steps there were, whether work is pending, and until when standing still is excused.
+
+    Each number is written and read in one machine word. Times are those of `time.monotonic()`, which is one clock for all
+    processes of a host.
+    """
 
     def __init__(self, fd: int) -> None:
         self._map = mmap.mmap(fd, SIZE)
@@ -30,8 +48,12 @@ class Progress:
         words[0] = steps
         words[1] = busy
 
-    def read(self) -> tuple[int, bool]:
-        return self._words[0], bool(self._words[1])
+    def excuse(self, until: float) -> None:
+        self._words[2] = min(int(min(until, 2**32) * 1e9), FOREVER_NS)
+
+    def read(self, now: float) -> tuple[int, bool]:
+        """The steps, and whether work is pending that has no excuse at `now`."""
+        return self._words[0], bool(self._words[1]) and self._words[2] <= now * 1e9
 
     def close(self) -> None:
         self._words.release()

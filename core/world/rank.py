@@ -23,10 +23,13 @@ from tllm_core.contracts.interfaces import (
 )
 from tllm_core.contracts.messages import EngineInfo, Introduce
 from tllm_core.registry import Registry, load_object
+from tllm_core.world.budget import BudgetExhausted
 from tllm_core.world.calls import declared
 from tllm_core.world.channel import Adopted, FromRank, Leaving, Prepared
-from tllm_core.world.lane import engine_link, transport_of, wire_of
+from tllm_core.world.lane import engine_link, liveness_of, transport_of, wire_of
 from tllm_core.world.process import host_id
+from tllm_core.world.progress import UNREAD, Unread
+from tllm_core.world.pulse import Pulse
 from tllm_core.world.vigil import Then, Vigil
 from tllm_core.world.words import failed_of
 from tllm_core.world.worker import Worker, WorkerSettings
@@ -114,8 +117,8 @@ def watch_visitor(vigil: Vigil, host: str, who: Introduce, then: Then) -> Then:
     return vigil.watch(Identity(-1, who.pid, who.start_time), then)
 
 
-def lead(parts: Parts, context: RankContext, report: Report, note: Callable[[int, bool], None]) -> None:
-    """Rank 0: listens, prepares, loads and works until it is told to stop.
+def lead(parts: Parts, context: RankContext, report: Report, progress: Unread = UNREAD) -> None:
+    """Rank 0: listens, prepares, loads and works until it is told to stop. progress: what its watcher reads.
 
     Whatever goes wrong is reported before anything is closed, and raised.
     """
@@ -131,25 +134,44 @@ def lead(parts: Parts, context: RankContext, report: Report, note: Callable[[int
             engine, info = _start(parts, context, closers)
             link = engine_link(parts.spec, transport, port, info, owner=parts.spec.owner)
             closers.callback(link.close, FLUSH_S)
+            pulse = Pulse(link)
+            closers.callback(pulse.close)
             vigil = Vigil()
             closers.callback(vigil.close)
-            wire = wire_of(parts.spec)
             worker = Worker(
                 engine,
                 link,
                 info,
                 world_size=parts.world_size,
-                settings=WorkerSettings(parked_bytes=wire.parked_bytes, stall_after_s=wire.stall_after_s),
-                progress=note,
+                settings=_worker_settings(parts.spec),
+                progress=progress.note,
+                excuse=progress.excuse,
                 watch=partial(watch_visitor, vigil, host_id()),
+                pulse=pulse,
             )
             context.attach(worker)
             report(Ready(info))
-            worker.run()
+            try:
+                worker.run()
+            except BudgetExhausted:
+                # The requests that failed hear of their own errors before anybody hears of the end.
+                pulse.close()
+                link.close(FLUSH_S)
+                raise
             report(Leaving())
         except BaseException as error:
             report(failed_of(error, 0))
             raise
+
+
+def _worker_settings(spec: WorldSpec) -> WorkerSettings:
+    wire, liveness = wire_of(spec), liveness_of(spec)
+    return WorkerSettings(
+        parked_bytes=wire.parked_bytes,
+        stall_after_s=wire.stall_after_s,
+        error_budget=liveness.error_budget,
+        error_budget_window_s=liveness.error_budget_window_s,
+    )
 
 
 def follow(parts: Parts, context: RankContext, report: Report) -> None:

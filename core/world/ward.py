@@ -13,6 +13,7 @@ from tllm_core.errors import describe_exit
 from tllm_core.world.channel import Begin, Channel, FromRank, Launch
 from tllm_core.world.process import LINUX, identify, kill_group, open_pidfd, read_stat
 from tllm_core.world.progress import Progress
+from tllm_core.world.stacks import STACKS_SIGNAL
 from tllm_core.world.stderr import Relay, Tail
 
 
@@ -66,6 +67,13 @@ class Ward:
             return Failed(words.message, self.rank, exitcode, words.traceback, tail, words.kind)
         return Failed(f"engine rank {self.rank} {describe_exit(exitcode)}", self.rank, exitcode, None, tail)
 
+    def ask_for_stacks(self) -> bool:
+        """Has it write the stacks of all its threads to its stderr; False where it can't, since it is stopped or gone."""
+        if self.exitcode is not None or self.state()[0] != RankState.RUNNING:
+            return False
+        self._signal(STACKS_SIGNAL)
+        return True
+
     def ask_to_end(self) -> None:
         self._signal(signal.SIGTERM)
 
@@ -86,10 +94,10 @@ class Ward:
             os.close(self.pidfd)
 
 
-def beat_of(number: int, wards: Sequence[Ward], progress: Progress) -> Beat:
-    """The state of all ranks now."""
+def beat_of(number: int, wards: Sequence[Ward], progress: Progress, now: float) -> Beat:
+    """The state of all ranks at monotonic time `now`."""
     states = [ward.state() for ward in wards]
-    steps, busy = progress.read()
+    steps, busy = progress.read(now)
     return Beat(number, steps, busy, tuple(state for state, _ in states), tuple(cpu_s for _, cpu_s in states))
 
 

@@ -19,7 +19,7 @@ from tllm_core.contracts.interfaces import (
     Ready,
 )
 from tllm_core.contracts.messages import Obituary, RankState, Stopping
-from tllm_core.wire.liveness import Liveness
+from tllm_core.wire.liveness import Liveness, Verdict
 from tllm_core.world.channel import (
     Adopted,
     Channel,
@@ -32,6 +32,7 @@ from tllm_core.world.channel import (
     Prepared,
     ToWatcher,
 )
+from tllm_core.world.hang import HangWatch
 from tllm_core.world.lane import liveness_of
 from tllm_core.world.loop import Loop
 from tllm_core.world.news import News
@@ -88,6 +89,7 @@ class Watcher:
         self._ready = self._leaving = self._killed = False
         self._start_up = StartUp(launch)
         self._liveness = Liveness(liveness_of(launch.spec))
+        self._hangs = HangWatch(self._loop, self._relay, self._judge_hang)
         self._beats = 0
         self._news = News(owner, launch.spec, self._fail)
 
@@ -186,15 +188,23 @@ class Watcher:
     def _beat(self) -> None:
         self._loop.later(self._launch.beat_interval_s, self._beat)
         self._beats += 1
-        beat = beat_of(self._beats, self._wards, self._progress)
+        beat = beat_of(self._beats, self._wards, self._progress, time.monotonic())
         if RankState.GONE in beat.states:  # how it ended is worth more than that it did
             for ward in self._wards:
                 self._look_after(ward)
         self._news.beat(beat)
         self._liveness.beat(beat, now := time.monotonic())
         verdict = self._liveness.poll(now, path_ok_at=now)
-        if verdict is not None and self._ready and not self._leaving:
-            self._fail(Failed(verdict.message, verdict.rank))
+        if self._ready and not self._leaving:
+            self._hangs.note(self._liveness.hung, self._alive())
+            if verdict is not None:
+                self._fail(Failed(verdict.message, verdict.rank))
+
+    def _judge_hang(self, verdict: Verdict) -> None:
+        """The stacks of a hang are out. Where that is configured, it ends the world, unless it was over in the meantime."""
+        if self._liveness.settings.end_hung and self._liveness.hung is not None and not self._leaving:
+            tail = self._wards[verdict.rank or 0].tail.text()
+            self._fail(Failed(verdict.message, verdict.rank, stderr_tail=tail))
 
     def _poll(self) -> None:
         for ward in self._wards:

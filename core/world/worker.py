@@ -7,6 +7,7 @@ read is given up. A RequestError ends its request; anything else that the engine
 import contextlib
 import itertools
 import logging
+import math
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
@@ -31,9 +32,11 @@ from tllm_core.contracts.messages import (
 )
 from tllm_core.errors import RequestError, TransportError
 from tllm_core.wire.link import EngineLink
+from tllm_core.world.budget import ErrorBudget
 from tllm_core.world.calls import Calls
 from tllm_core.world.deadlines import Deadlines
 from tllm_core.world.outbox import Outbox
+from tllm_core.world.pulse import Pulse
 from tllm_core.world.words import obituary_of
 
 log = logging.getLogger(__name__)
@@ -47,10 +50,15 @@ BLAME_S = 0.1
 
 
 class WorkerSettings(Struct, frozen=True, kw_only=True):
-    """parked_bytes: of one session at most. stall_after_s: how long its lane may be full. Beyond either it is expelled."""
+    """parked_bytes: of one session at most. stall_after_s: how long its lane may be full. Beyond either it is expelled.
+
+    error_budget: how many requests may fail in steps within `error_budget_window_s` seconds before the engine counts as dead.
+    """
 
     parked_bytes: int = 16 * 2**20
     stall_after_s: float = 10.0
+    error_budget: int | None = None
+    error_budget_window_s: float = 60.0
 
 
 DEFAULTS = WorkerSettings()
@@ -62,6 +70,10 @@ Watch = Callable[[Introduce, Callable[[], None]], Callable[[], None]]
 def unwatched(who: Introduce, then: Callable[[], None]) -> Callable[[], None]:
     """For frontends whose processes can't be seen from here: their silence tells."""
     return lambda: None
+
+
+def _stay() -> None:
+    """Where nothing reads the link while the engine works."""
 
 
 class Entry(Struct, gc=False):
@@ -85,16 +97,21 @@ class Worker:
         world_size: int = 1,
         settings: WorkerSettings = DEFAULTS,
         progress: Callable[[int, bool], None] = lambda steps, busy: None,
+        excuse: Callable[[float], None] = lambda until: None,
         watch: Watch = unwatched,
+        pulse: Pulse | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        self._receive = link.receive if pulse is None else pulse.receive
+        self._set_off = _stay if pulse is None else pulse.busy
         self.counters: Counter[str] = Counter()
         self._watch = watch
         self._forget_process: dict[int, Callable[[], None]] = {}
         self._lost: deque[int] = deque()
         self._engine, self._link, self._settings = engine, link, settings
         self._calls = Calls(engine, info, world_size, self._count)
-        self._progress, self._clock = progress, clock
+        self._progress, self._excuse, self._clock = progress, excuse, clock
+        self._budget = ErrorBudget(settings.error_budget, settings.error_budget_window_s)
         self._world_size = world_size
         self._ids = itertools.count(1)
         self._entries: dict[int, Entry] = {}
@@ -130,7 +147,10 @@ class Worker:
         self._link.wake()
 
     def _turn(self) -> None:
-        commands = self._link.receive(self._patience())
+        commands = self._receive(self._patience())
+        self._set_off()
+        if commands:
+            self._progress(self._steps, True)
         for session, command in commands:
             self._take(session, command)
         while self._lost:
@@ -138,10 +158,15 @@ class Worker:
         for request_id in self._deadlines.pop_due(self._clock()):
             self._time_out(request_id)
         if self._again or self._woken or commands:
-            self._progress(self._steps, bool(self._entries))
+            self._progress(self._steps, self._is_busy())
             self._step()
         self._flush()
-        self._progress(self._steps, bool(self._entries))
+        self._progress(self._steps, self._is_busy())
+        self._budget.check()
+
+    def _is_busy(self) -> bool:
+        """Whether there is work that the engine should get on with."""
+        return bool(self._entries) and not self._engine.paused
 
     def _patience(self) -> float | None:
         """How long to wait for commands: not at all while there is work, else until something is due."""
@@ -187,6 +212,8 @@ class Worker:
                 continue
             self._dirty[entry.outbox.session] = entry.outbox
             entry.outbox.rows.add(entry.client_id, output)
+            if output.error is not None:
+                self._budget.spend(output.error, self._clock())
             if output.finish_reason is not None or output.error is not None:
                 self._end(output.request_id, entry, output)
 
@@ -323,7 +350,10 @@ class Worker:
         self._dirty[entry.outbox.session] = entry.outbox
 
     def _control(self, outbox: Outbox, command: Control) -> None:
+        # Until the caller gives up, an engine that does what it was asked to is not hung.
+        self._excuse(math.inf if command.timeout_s is None else self._clock() + command.timeout_s)
         outbox.reply(self._calls.answer(command))
+        self._excuse(0.0)
         self._dirty[outbox.session] = outbox
 
     def _count(self) -> Mapping[str, int]:

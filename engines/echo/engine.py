@@ -68,7 +68,7 @@ class EchoEngine(Engine):
         self._waiting: dict[int, Live] = {}
         self._running: dict[int, Iterator[Output]] = {}
         self._stats = IterationStats()
-        self._paused = False
+        self.paused = False
         self._pacer: Pacer | None = None
         self._faults = Faults(settings.faults, rank=0)
         self._faults.strike("construct")
@@ -129,7 +129,7 @@ class EchoEngine(Engine):
 
     def step(self) -> Step:
         """Paced steps return `again=False`; the pacer's thread wakes the loop when the next one is due."""
-        if self._paused or not self._live:
+        if self.paused or not self._live:
             return Step((), False)
         if self._pacer is not None and not self._pacer.due():
             self._pacer.arm()
@@ -243,7 +243,7 @@ class EchoEngine(Engine):
         raise ControlError(message)
 
     def _pause(self, paused: bool = True) -> Plain:
-        self._paused = paused
+        self.paused = paused
         return None
 
     def _resume(self) -> Plain:

@@ -1,5 +1,6 @@
 """The small parts of the processes: channels, timers, stderr, deadlines, identities."""
 
+import math
 import os
 import socket
 import subprocess
@@ -79,7 +80,22 @@ def test_the_step_counter_is_one_memory_for_both_sides():
     fd = create_shared()
     ours, theirs = Progress(fd), Progress(fd)
     ours.note(2**40, True)
-    assert theirs.read() == (2**40, True)
+    assert theirs.read(5.0) == (2**40, True)
+    ours.close()
+    theirs.close()
+    os.close(fd)
+
+
+def test_work_that_is_excused_is_not_pending_until_then():
+    fd = create_shared()
+    ours, theirs = Progress(fd), Progress(fd)
+    ours.note(7, True)
+    for until, now, busy in [(100.5, 100.4, False), (100.5, 100.5, True), (math.inf, 1e7, False), (0.0, 1e7, True)]:
+        ours.excuse(until)
+        assert theirs.read(now) == (7, busy)
+    ours.excuse(math.inf)
+    ours.note(8, False)
+    assert theirs.read(1.0) == (8, False)
     ours.close()
     theirs.close()
     os.close(fd)
