@@ -38,8 +38,10 @@ class Connection:
         self._link = link  # redis-py's; much of it is untyped
         self._ended = False
 
-    def open(self) -> None:
+    def open(self, answer_timeout_s: float) -> None:
+        """Connects and logs in; from then on, an answer may take that long."""
         self._link.connect()
+        self._link._sock.settimeout(answer_timeout_s)
 
     def run(self, commands: Sequence[Command]) -> list[Any]:
         """Sends all at once and returns their replies; what the server refused is a ResponseError among them.
@@ -94,10 +96,10 @@ class Dialer:
 
     def dial(self, blocks_s: float = 0.0) -> Connection:
         """A new open connection for commands that block up to `blocks_s`. Raises one of LOST."""
-        pool = ConnectionPool(**self._options, socket_timeout=self._settings.answer_timeout_s + blocks_s)
+        pool = ConnectionPool(**self._options, socket_timeout=self._settings.connect_timeout_s)
         connection = Connection(pool.make_connection())
         try:
-            connection.open()
+            connection.open(self._settings.answer_timeout_s + blocks_s)
         except BaseException:
             connection.close()
             raise
