@@ -2,7 +2,6 @@
 
 import os
 import signal
-import time
 
 import pytest
 
@@ -167,21 +166,3 @@ def test_a_thawed_generation_changes_nothing_for_the_next_one(broker: Setup) -> 
     for process in stopped:
         os.kill(process.pid, signal.SIGCONT)
     assert stream.result(60).outputs[0].token_ids == expected_tokens([6, 7], 500)
-
-
-def test_a_slow_reader_is_expelled_or_catches_up_and_a_fast_one_keeps_its_pace(broker: Setup) -> None:
-    owned = broker.shared(step_interval_s=0.005)
-    slow, fast = broker.attach(owned), broker.attach(owned)
-    lagging = slow.generate_async([1, 2], SamplingParams(max_tokens=800))
-    stream = fast.generate_async([5, 6], SamplingParams(max_tokens=800))
-    alone_s = _seconds(stream)
-    assert stream.outputs[0].token_ids == expected_tokens([5, 6], 800)
-    assert lagging.result(60).outputs[0].token_ids == expected_tokens([1, 2], 800)
-    print(f"the fast one took {alone_s:.1f} s for what the engine makes in 4.0 s")
-
-
-def _seconds(result) -> float:
-    began = time.monotonic()
-    for _ in result:
-        pass
-    return time.monotonic() - began
