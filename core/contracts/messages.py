@@ -172,9 +172,9 @@ class KvEvent(Struct, frozen=True, array_like=True, omit_defaults=True, gc=False
     """
 
     kind: Literal["stored", "removed", "cleared"]
-    blocks: Sequence[int] = ()
+    blocks: tuple[int, ...] = ()
     tokens: int = 0
-    hashes: Sequence[int] = ()
+    hashes: tuple[int, ...] = ()
     parent: int | None = None
 
 
@@ -184,7 +184,7 @@ class KvEvents(Struct, frozen=True, array_like=True):
     dropped: how many that were asked for were not kept so long. more: there were more than one answer holds; ask again.
     """
 
-    events: Sequence[KvEvent]
+    events: tuple[KvEvent, ...]
     next: int
     dropped: int = 0
     more: bool = False

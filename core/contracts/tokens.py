@@ -36,6 +36,8 @@ class TokenIds:
             return values
         if isinstance(values, str | bytes):
             raise RequestError(f"{field} must be token ids, not {type(values).__name__}; LLM takes text", field=field)
+        if isinstance(values, list | tuple) and bool in set(map(type, values)):
+            raise RequestError(f"{field} has a bool, which is no token id", field=field)
         try:
             ids = array("i", _int32_bytes(values)) if _is_int32_buffer(values) else array("i", values)
         except OverflowError:

@@ -20,11 +20,14 @@ from tllm_core.contracts.messages import (
     FinishReason,
     IterationStats,
     Output,
+    Plain,
     SamplingParams,
     Step,
     TokenLogprobs,
 )
+from tllm_core.engines.tp.controls import METHODS, Controls
 from tllm_core.engines.tp.kv_cache import BlockPool
+from tllm_core.engines.tp.kv_events import KvEventLog
 from tllm_core.engines.tp.logprobs import token_logprobs
 from tllm_core.engines.tp.requests import Intake, LiveRequest
 from tllm_core.engines.tp.runner import Runner
@@ -32,6 +35,7 @@ from tllm_core.engines.tp.sampler import FAILED, Sampled, Sampler
 from tllm_core.engines.tp.scheduler import PromptRows, Scheduled, Scheduler
 from tllm_core.engines.tp.sequence import Sequence
 from tllm_core.engines.tp.spec import TpSettings
+from tllm_core.errors import RequestError
 
 SUPPORTS = frozenset(SamplingParams.__struct_fields__) - {"stop"} | {"cache_salt"}
 """No prefix is shared between requests, so that every salt is honoured."""
@@ -46,24 +50,29 @@ class TpEngine(Engine):
     _scheduler: Scheduler
     _sampler: Sampler
     _intake: Intake
+    _controls: Controls | None = None
 
     def __init__(self, settings: TpSettings) -> None:
         super().__init__(settings)
         self._runner = Runner(settings)
         self._live: dict[int, LiveRequest] = {}
         self._stats = IterationStats()
+        self._prefill_tokens = self._decode_tokens = 0
 
     def start(self, context: EngineContext) -> EngineInfo:
         """Loads the model. Raises ConfigError or ModelError for what can't be loaded."""
         settings, runner = self.settings, self._runner
         runner.load(context.phase)
         config = runner.config
+        events = KvEventLog(settings.kv_events)
         self._scheduler = Scheduler(
             BlockPool(runner.num_blocks, settings.block_size),
             max_num_seqs=settings.max_num_seqs,
             max_batched_tokens=settings.max_batched_tokens,
             max_seq_len=runner.max_seq_len,
+            events=events,
         )
+        self._controls = Controls(self, runner, self._scheduler, events)
         self._intake = Intake(self._scheduler, config.vocab_size, config.eos_token_ids, settings.seed)
         self._sampler = Sampler(runner.device)
         return EngineInfo(
@@ -75,10 +84,14 @@ class TpEngine(Engine):
             eos_token_ids=config.eos_token_ids,
             sampling_defaults=dict(config.generation_defaults),
             supports=SUPPORTS,
+            controls=tuple(METHODS),
         )
 
     def submit(self, request: EngineRequest) -> None:
-        """Raises RequestError, which names the field, for what this model or cache can never serve."""
+        """Raises RequestError, which names the field, for what this model or cache can never serve, and while it sleeps."""
+        assert self._controls is not None
+        if self._controls.asleep:
+            raise RequestError("the engine sleeps and takes no requests; control('wakeup') ends that")
         live = self._intake.accept(request, time.monotonic())
         self._live[request.request_id] = live
         for sequence in live.sequences:
@@ -93,17 +106,19 @@ class TpEngine(Engine):
     def step(self) -> Step:
         """Each running sequence gains a token; prompts get what is left of the step's token budget."""
         began = time.monotonic()
-        scheduled = self._scheduler.schedule(began)
+        scheduled = None if self.paused else self._scheduler.schedule(began)
         if scheduled is None:
             self._sampler.forget()
             return Step((), False)
+        self._clear_suspects()
         logits = self._runner.execute(scheduled.batch)
-        outputs = self._note_prompts(logits, scheduled.prompt_rows)
+        outputs, generated = self._note_prompts(logits, scheduled.prompt_rows), 0
         if scheduled.sampled:
             wanted = logits if scheduled.sample_rows is None else logits[scheduled.sample_rows]
             sampled = self._sampler.sample(wanted, scheduled.sampled)
             outputs += self._advance_all(scheduled.sampled, sampled, time.monotonic())
-        self._count(scheduled, time.monotonic() - began)
+            generated = len(sampled.token_ids) - sampled.token_ids.count(FAILED)
+        self._count(scheduled, generated, time.monotonic() - began)
         return Step(outputs, self._scheduler.pending)
 
     def stats(self) -> IterationStats:
@@ -111,10 +126,31 @@ class TpEngine(Engine):
         stats.running, stats.waiting = scheduler.running, scheduler.waiting
         stats.preemptions = scheduler.preemptions
         stats.kv_blocks_used, stats.kv_blocks_total = pool.used, pool.num_blocks
+        assert self._controls is not None
+        stats.extra = {
+            # Computed, what was preempted again; `prompt_tokens` are those of requests, once each.
+            "prefill_tokens": self._prefill_tokens,
+            "decode_tokens": self._decode_tokens,
+            "paused": self.paused,
+            "asleep": self._controls.asleep,
+        }
         return stats
+
+    def control(self, method: str, args: AbstractSequence[Plain], ranks: AbstractSequence[int] | None) -> list[Plain]:
+        """See `controls`. The one rank answers for all that are asked."""
+        assert self._controls is not None
+        value = self._controls.call(method, args)
+        return [value] if ranks is None else [value for _ in ranks]
+
+    @property
+    def live(self) -> int:
+        """Requests that have not ended."""
+        return len(self._live)
 
     def close(self) -> None:
         self._live.clear()
+        if self._controls is not None:
+            self._controls.close()
         self._runner.close()
 
     # ------------------------------------------------------------------------------------------------- outputs
@@ -141,6 +177,8 @@ class TpEngine(Engine):
         if logprobs is not None:
             output.logprobs = (logprobs,)
         if length == sequence.prompt_len + 1:
+            if live.first_token_at is None:
+                self._stats.prompt_tokens += live.prompt_tokens
             live.note_first_token(sequence, now)
             if sequence.prompt_logprobs is not None:
                 output.prompt_logprobs, sequence.prompt_logprobs = sequence.prompt_logprobs, None
@@ -170,12 +208,17 @@ class TpEngine(Engine):
     def _fail(self, live: LiveRequest) -> Output:
         """Ends one request and nothing else."""
         del self._live[live.request_id]
-        self._drop(live)
+        self._drop(live, broken=True)
         return Output(request_id=live.request_id, error=ErrorReport(_BROKEN))
 
-    def _drop(self, live: LiveRequest) -> None:
+    def _drop(self, live: LiveRequest, *, broken: bool = False) -> None:
         for sequence in live.sequences:
-            self._scheduler.remove(sequence)
+            self._scheduler.remove(sequence, broken=broken)
+
+    def _clear_suspects(self) -> None:
+        if self._scheduler.suspects:
+            self._runner.clear(self._scheduler.suspects)
+            self._scheduler.suspects = []
 
     def _note_prompts(self, logits: torch.Tensor, wanted: AbstractSequence[PromptRows]) -> list[Output]:
         """Keeps the logprobs of prompt tokens until their sequence's first output; those that are broken fail now."""
@@ -190,9 +233,10 @@ class TpEngine(Engine):
                 sequence.prompt_logprobs += [entries for entries in found if entries is not None]
         return failed
 
-    def _count(self, scheduled: Scheduled, took_s: float) -> None:
+    def _count(self, scheduled: Scheduled, generated: int, took_s: float) -> None:
         stats = self._stats
         stats.steps += 1
-        stats.prompt_tokens += scheduled.prompt_tokens
-        stats.generated_tokens += len(scheduled.sampled)
+        stats.generated_tokens += generated
+        self._prefill_tokens += scheduled.prompt_tokens
+        self._decode_tokens += scheduled.batch.num_decodes
         stats.last_step_s = took_s

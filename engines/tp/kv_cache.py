@@ -11,6 +11,12 @@ class BlockPool:
         # A stack: what was used last is used next, so that a pool which is never full stays small in real memory.
         self._free = list(range(num_blocks - 1, -1, -1))
         self._references = [0] * num_blocks
+        self._most_used = 0
+
+    @property
+    def touched(self) -> int:
+        """Blocks from this number on were never taken."""
+        return self._most_used
 
     @property
     def free(self) -> int:
@@ -33,6 +39,8 @@ class BlockPool:
         """A free block, owned once. Raises IndexError where there is none; ask `free` first."""
         block = self._free.pop()
         self._references[block] = 1
+        if block >= self._most_used:
+            self._most_used = block + 1
         return block
 
     def take_many(self, count: int) -> list[int]:
@@ -48,8 +56,9 @@ class BlockPool:
                 raise ValueError(f"block {block} is free and can't be shared")
             self._references[block] += 1
 
-    def give_back(self, blocks: Iterable[int]) -> None:
-        """One owner fewer of each; those without any are free again."""
+    def give_back(self, blocks: Iterable[int]) -> list[int]:
+        """One owner fewer of each; those without any are free again, and returned."""
+        freed = []
         for block in blocks:
             left = self._references[block] - 1
             if left < 0:
@@ -57,6 +66,19 @@ class BlockPool:
             self._references[block] = left
             if not left:
                 self._free.append(block)
+                freed.append(block)
+        return freed
+
+    def idle(self) -> list[int]:
+        """Free blocks that somebody has used before."""
+        return [block for block in range(self._most_used) if not self._references[block]]
+
+    def forget(self) -> None:
+        """No block was ever used: their memory is new. Raises ValueError where one is owned."""
+        if self.used:
+            raise ValueError(f"{self.used} blocks are in use")
+        self._most_used = 0
+        self._free = list(range(self.num_blocks - 1, -1, -1))
 
     def references(self, block: int) -> int:
         """How many own it, 0 = free."""

@@ -52,6 +52,12 @@ class Linear:
         self.weight = torch.ops.mkldnn._reorder_linear_weight(weight, _EXPECTED_ROWS) if self.packed else weight
         self.bias = bias
 
+    def move_to(self, device: torch.device) -> None:
+        """Only for weights that were not packed; they are kept as they are."""
+        if not self.packed:
+            self.weight = self.weight.to(device)
+            self.bias = None if self.bias is None else self.bias.to(device)
+
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """[rows, out_features]."""
         if self.packed:

@@ -38,6 +38,10 @@ class Layer:
         self.gate_up = loader.linear([mlp + "gate_proj", mlp + "up_proj"], [inner, inner], hidden, config.mlp_bias)
         self.down = loader.linear([mlp + "down_proj"], [hidden], inner, config.mlp_bias)
 
+    def parts(self) -> tuple[Linear | RmsNorm, ...]:
+        """All that holds weights."""
+        return (self.attention_norm, self.mlp_norm, self.qkv, self.out, self.gate_up, self.down)
+
     def __call__(
         self,
         x: torch.Tensor,
@@ -90,6 +94,12 @@ class Llama:
         self.head = loader.linear([head], [config.vocab_size], config.hidden_size, False)
         self.rope = rope_table(config.rope, config.head_dim, max_positions).to(device)
         progress(1.0)
+
+    def move_to(self, device: torch.device) -> None:
+        """Puts all weights aside to, or back from, another device. On a CPU they are packed and stay."""
+        self.embedding, self.rope = self.embedding.to(device), self.rope.to(device)
+        for part in (self.norm, self.head, *(part for layer in self.layers for part in layer.parts())):
+            part.move_to(device)
 
     @torch.inference_mode()
     def forward(

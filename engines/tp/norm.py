@@ -18,6 +18,10 @@ class RmsNorm:
         self._weight, self._eps = weight, eps
         self._scaled = weight * size**0.5 if weight.dtype == torch.float32 and weight.device.type == "cpu" else None
 
+    def move_to(self, device: torch.device) -> None:
+        """Only between other devices and the host, whose rows are then not normalised in the faster way."""
+        self._weight = self._weight.to(device)
+
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """The same shape."""
         if self._scaled is None:

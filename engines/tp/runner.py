@@ -1,7 +1,9 @@
 """Owns the model and its KV cache, and runs one scheduled batch at a time."""
 
+import ctypes
 import os
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -15,7 +17,7 @@ from tllm_core.engines.tp.model import Llama
 from tllm_core.engines.tp.prepare import resolve
 from tllm_core.engines.tp.spec import TpSettings
 from tllm_core.engines.tp.weights import Checkpoint
-from tllm_core.errors import ConfigError
+from tllm_core.errors import ConfigError, ModelError
 
 _HOST_FRACTION, _HOST_MOST_BYTES, _GPU_FRACTION = 0.25, 4 << 30, 0.85
 
@@ -26,6 +28,7 @@ class Runner:
     """`config`, `num_blocks` and `max_seq_len` are known once `load` returned."""
 
     config: ModelConfig
+    directory: Path
     num_blocks: int
     max_seq_len: int
 
@@ -45,19 +48,25 @@ class Runner:
         directory = resolve(self.settings.model, self.settings.cache_dir, phase)
         self.config = read_config(directory, _name(self.settings.model))
         self.max_seq_len = self._limit()
-        dtype = self._dtype()
+        self.directory = directory
         phase("loading weights", 0.0)
+        self._model = self._read(directory, self.device, lambda done: phase("loading weights", done))
+        phase("allocating the KV cache", None)
+        self._size(self._model.dtype)
+        self._allocate()
+
+    def _read(
+        self, directory: Path, device: torch.device, progress: Callable[[float], None] = lambda done: None
+    ) -> Llama:
         with Checkpoint(directory) as checkpoint:
-            self._model = Llama(
+            return Llama(
                 self.config,
                 checkpoint,
-                dtype=dtype,
-                device=self.device,
+                dtype=self._dtype(),
+                device=device,
                 max_positions=self.max_seq_len,
-                progress=lambda done: phase("loading weights", done),
+                progress=progress,
             )
-        phase("allocating the KV cache", None)
-        self._allocate(self._model.dtype)
 
     def execute(self, batch: ScheduledBatch) -> torch.Tensor:
         """float32 logits [len(batch.logits_rows), vocab] on the model's device."""
@@ -71,6 +80,60 @@ class Runner:
             if len(batch.logits_rows) != len(batch.token_ids):
                 rows = torch.tensor(batch.logits_rows, dtype=torch.int32, device=self.device)
             return self._model.forward(token_ids, metadata.positions.to(self.device), rows, self._attention)
+
+    def clear(self, blocks: Sequence[int]) -> None:
+        """Makes these blocks of the cache zero."""
+        if blocks and self._attention is not None:
+            self._attention.clear(blocks)
+
+    def renew_cache(self) -> None:
+        """Gives the memory of the whole cache back and takes as much new. Raises ConfigError where there is no room."""
+        self._attention = None
+        self._allocate()
+
+    def sleep(self, level: int) -> None:
+        """Frees the cache. Level 1 puts a GPU's weights aside in the host's memory, level 2 frees them everywhere."""
+        self._attention = None
+        if level > 1:
+            self._model = None
+        elif self._model is not None and self.device.type != "cpu":
+            self._model.move_to(torch.device("cpu"))
+        _give_back(self.device)
+
+    def wakeup(self) -> None:
+        """Undoes `sleep`: weights that were freed are read anew. May be tried again after it raised ConfigError or ModelError."""
+        if self._model is None:
+            self._model = self._read(self.directory, self.device)
+        elif self.device.type != "cpu":
+            self._model.move_to(self.device)
+        if self._attention is None:
+            self._allocate()
+
+    def update(self, directory: Path) -> None:
+        """Weights of the same shapes from another directory; the old ones stay where that raises ConfigError or ModelError.
+
+        Where weights were freed, the new ones are only checked: `wakeup` reads them.
+        """
+        if (directory / "config.json").is_file():
+            _check_same(self.config, read_config(directory), directory)
+        if self._model is None:
+            self._read(directory, torch.device("meta"))
+        else:
+            self._check_room(directory)
+            self._model = self._read(directory, self.device)
+            _give_back(self.device)
+        self.directory = directory
+
+    def _check_room(self, directory: Path) -> None:
+        """Old and new weights are held together for a moment."""
+        with Checkpoint(directory) as checkpoint:
+            needed = checkpoint.bytes_as(self._dtype())
+        free = available_bytes(self.device)
+        if needed > free:
+            raise ConfigError(
+                f"no room for new weights beside the old: they take {needed >> 20} MiB, and {free >> 20} MiB are free;"
+                " sleep(2), update_weights and wakeup need no room for both"
+            )
 
     def close(self) -> None:
         """Frees the weights and the cache."""
@@ -91,11 +154,14 @@ class Runner:
             raise ConfigError(f"dtype {name!r} of {self.config.name} is not known; set dtype to float32 or bfloat16")
         return dtype
 
-    def _allocate(self, dtype: torch.dtype) -> None:
+    def _size(self, dtype: torch.dtype) -> None:
+        row = self.config.num_kv_heads * self.config.head_dim * dtype.itemsize
+        self._cache_dtype = dtype
+        self._block_bytes = 2 * self.config.num_layers * self.settings.block_size * row
+        self.num_blocks = self.settings.num_blocks or self._fitting_blocks(self._block_bytes)
+
+    def _allocate(self) -> None:
         config, block_size = self.config, self.settings.block_size
-        row = config.num_kv_heads * config.head_dim * dtype.itemsize
-        block_bytes = 2 * config.num_layers * block_size * row
-        self.num_blocks = self.settings.num_blocks or self._fitting_blocks(block_bytes)
         try:
             self._attention = TorchAttention(
                 num_layers=config.num_layers,
@@ -103,12 +169,12 @@ class Runner:
                 block_size=block_size,
                 num_kv_heads=config.num_kv_heads,
                 head_dim=config.head_dim,
-                dtype=dtype,
+                dtype=self._cache_dtype,
                 device=self.device,
             )
         except (RuntimeError, OSError, MemoryError) as error:
             raise ConfigError(
-                f"no room for the KV cache: {self.num_blocks} blocks take {self.num_blocks * block_bytes >> 20} MiB, and"
+                f"no room for the KV cache: {self.num_blocks} blocks take {self.num_blocks * self._block_bytes >> 20} MiB, and"
                 f" {available_bytes(self.device) >> 20} MiB are free; set num_blocks lower, or leave it out"
             ) from error
 
@@ -129,6 +195,30 @@ class Runner:
                 " set num_blocks or memory_fraction, or free memory"
             )
         return blocks
+
+
+def _give_back(device: torch.device) -> None:
+    """Freed memory goes to the system and not into a list for later: somebody else is to use it."""
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+    if sys.platform == "linux":
+        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+        if trim is not None:
+            trim(0)
+
+
+_SHAPE_FIELDS = (
+    "architecture", "vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads", "head_dim",
+    "rms_norm_eps", "tie_word_embeddings", "attention_bias", "mlp_bias", "rope",
+)  # fmt: skip
+
+
+def _check_same(now: ModelConfig, new: ModelConfig, directory: Path) -> None:
+    for name in _SHAPE_FIELDS:
+        if getattr(now, name) != getattr(new, name):
+            raise ModelError(
+                f"{directory} is another model: its {name} is {getattr(new, name)!r}, the running one's {getattr(now, name)!r}"
+            )
 
 
 def _device(name: str) -> torch.device:

@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 from tllm_core.engines.tp.batch import ScheduledBatch
 from tllm_core.engines.tp.kv_cache import BlockPool
+from tllm_core.engines.tp.kv_events import KvEventLog
 from tllm_core.engines.tp.sequence import Sequence, importance
 from tllm_core.errors import RequestError
 
@@ -40,15 +41,27 @@ class Scheduler:
     """Continuous batching. A sequence waits, computes its prompt, decodes; `remove` ends it at any stage.
 
     After a step each sequence in `Scheduled.sampled` must have got its token appended, or be removed.
+    suspects: blocks that were given back with content which was never seen to be finite; whoever runs the step clears them
+    before it, since NaN spoils the next owner even where it is masked.
     """
 
-    def __init__(self, pool: BlockPool, *, max_num_seqs: int, max_batched_tokens: int, max_seq_len: int) -> None:
+    def __init__(
+        self,
+        pool: BlockPool,
+        *,
+        max_num_seqs: int,
+        max_batched_tokens: int,
+        max_seq_len: int,
+        events: KvEventLog | None = None,
+    ) -> None:
         if max_batched_tokens < max_num_seqs:
             raise ValueError("max_batched_tokens must be at least max_num_seqs: each decodes a token per step")
         self.pool = pool
         self.max_num_seqs, self.max_batched_tokens = max_num_seqs, max_batched_tokens
         self.max_seq_len = min(max_seq_len, pool.capacity)
         self.preemptions = 0
+        self.suspects: list[int] = []
+        self.events = KvEventLog(0) if events is None else events
         self._model_limit = max_seq_len
         # All three sorted; of `_waiting` the most important is the last, where a list is cheap to pop.
         self._waiting: list[Sequence] = []
@@ -86,11 +99,12 @@ class Scheduler:
         """Puts it into the queue; its `max_len` came from `length_for`."""
         insort(self._waiting, sequence, key=_queue_key)
 
-    def remove(self, sequence: Sequence) -> None:
-        """Ends it at whatever stage it is, and frees its blocks. Unknown ones are ignored."""
+    def remove(self, sequence: Sequence, *, broken: bool = False) -> None:
+        """Ends it at whatever stage it is, and frees its blocks; `broken`: what they hold may be NaN. Unknown ones are
+        ignored."""
         for line in (self._decoding, self._prefilling):
             if _take_out(line, sequence):
-                self._free(sequence)
+                self._free(sequence, broken or line is self._prefilling)
                 return
         at = bisect_left(self._waiting, _queue_key(sequence), key=_queue_key)
         if at < len(self._waiting) and self._waiting[at] is sequence:
@@ -123,6 +137,7 @@ class Scheduler:
                 if not self.pool.free and not self._preempt_below(sequence):
                     break
                 sequence.blocks.append(self.pool.take())
+                self.events.stored(sequence.blocks[-1:], 1)
             ready += 1
         return self._decoding[:ready]
 
@@ -133,7 +148,7 @@ class Scheduler:
         if line[-1] is sequence:
             return False
         victim = line.pop()
-        self._free(victim)
+        self._free(victim, line is self._prefilling)
         victim.computed = 0
         victim.preemptions += 1
         self.preemptions += 1
@@ -153,6 +168,7 @@ class Scheduler:
                 return
             self._waiting.pop()
             head.blocks = self.pool.take_many(need)
+            self.events.stored(head.blocks, len(head.token_ids))
             head.admitted_at = now if head.admitted_at is None else head.admitted_at
             insort(self._prefilling, head, key=importance)
             owed += head.owed
@@ -163,9 +179,13 @@ class Scheduler:
                 insort(self._decoding, sequence, key=importance)
         self._prefilling = [sequence for sequence in self._prefilling if sequence.owed]
 
-    def _free(self, sequence: Sequence) -> None:
-        self.pool.give_back(sequence.blocks)
+    def _free(self, sequence: Sequence, suspect: bool) -> None:
+        freed = self.pool.give_back(sequence.blocks)
         sequence.blocks = []
+        if freed:
+            self.events.removed(freed)
+        if suspect and sequence.computed:
+            self.suspects += freed
 
 
 class _Step:

@@ -25,6 +25,7 @@ class TpSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     block_size: tokens per block of the KV cache. num_blocks: None = sized from the memory that is free once the weights
     are loaded, of which `memory_fraction` is taken: None = 0.85 of a GPU's; 0.25 of the host's, but at most 4 GiB.
+    kv_events: how many of the last events of the KV cache are kept for `executor.kv_events()`; 0 = none.
     seed: makes requests without a seed of their own repeatable from start to start; None = drawn.
     """
 
@@ -41,6 +42,7 @@ class TpSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     block_size: int = 16
     num_blocks: int | None = None
     memory_fraction: float | None = None
+    kv_events: int = 8192
     seed: int | None = None
 
     def __post_init__(self) -> None:
@@ -61,6 +63,8 @@ class TpSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
                 f"max_batched_tokens {self.max_batched_tokens} is below max_num_seqs {self.max_num_seqs}: every running"
                 " sequence needs a token in each step; raise the one or lower the other"
             )
+        if self.kv_events < 0:
+            raise ConfigError(f"kv_events must be at least 0, not {self.kv_events}")
         if self.memory_fraction is not None and not 0 < self.memory_fraction < 1:
             raise ConfigError(f"memory_fraction must be between 0 and 1, not {self.memory_fraction}")
         if self.seed is not None and not 0 <= self.seed < 2**63:

@@ -40,6 +40,16 @@ class Checkpoint:
         """The type that tensor `name` is stored in."""
         return self._mapped(name).dtype
 
+    def bytes_as(self, dtype: torch.dtype) -> int:
+        """About what all its tensors take in memory as `dtype`."""
+        paths = set(self._where.values())
+        try:
+            size = sum(path.stat().st_size for path in paths)
+        except OSError as error:
+            raise ModelError(f"{error.filename} can't be read: {error.strerror}") from None
+        stored = min(self.dtype(name).itemsize for name in self._where)
+        return size * max(dtype.itemsize, stored) // stored
+
     def tensor(self, name: str, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """A copy of one tensor in `dtype`."""
         return self.stacked([name], [shape], dtype, dtype).clone()

@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 from msgspec import Struct, field
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaForCausalLM
 
+from tests.tp.conftest import LIMIT, VOCAB
 from tllm_core.contracts.interfaces import EngineContext
 from tllm_core.contracts.messages import (
     EngineInfo,
@@ -26,29 +27,8 @@ from tllm_core.engines.tp import TpSettings
 from tllm_core.engines.tp.engine import TpEngine
 from tllm_core.errors import ConfigError, RequestError
 
-VOCAB, EOS, LIMIT = 320, 2, 256
 MARGIN = 1e-4
 """Two best logits that are closer than this may change places when a matrix product has another number of rows."""
-
-
-@pytest.fixture(scope="module")
-def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("tiny")
-    config = LlamaConfig(
-        vocab_size=VOCAB,
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=LIMIT,
-        bos_token_id=1,
-        eos_token_id=EOS,
-        initializer_range=0.2,
-    )
-    torch.manual_seed(0)
-    LlamaForCausalLM(config).save_pretrained(directory)
-    return directory
 
 
 class Reference:
@@ -577,7 +557,7 @@ def test_the_engine_says_what_it_supports(bench: Bench) -> None:
     assert bench.info.supports >= {"n", "seed", "logprobs", "prompt_logprobs", "min_tokens", "ignore_eos", "top_p"}
     assert "stop" not in bench.info.supports
     assert bench.info.vocab_size == VOCAB
-    assert bench.info.controls == ()
+    assert {"pause", "sleep", "update_weights", "kv_events"} <= set(bench.info.controls)
 
 
 def test_random_traffic_of_all_kinds_leaves_nothing_behind(model_dir: Path) -> None:

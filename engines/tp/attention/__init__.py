@@ -1,6 +1,7 @@
 """What an attention backend is: the KV cache's owner, planned once per step and run once per layer."""
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 
 import torch
 
@@ -11,6 +12,10 @@ __all__ = ["AttentionBackend", "AttentionMetadata"]
 
 class AttentionBackend(ABC):
     """Causal attention over a paged KV cache. Per step: one `plan`, then per layer `write_kv` and `run`, in that order."""
+
+    @abstractmethod
+    def clear(self, blocks: Sequence[int]) -> None:
+        """Makes all keys and values of these blocks zero."""
 
     @abstractmethod
     def plan(self, metadata: AttentionMetadata) -> None:

@@ -7,6 +7,7 @@ step's keys and values where they have no context yet.
 
 import math
 import mmap
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -73,6 +74,9 @@ class TorchAttention(AttentionBackend):
         self._groups: list[_DecodeGroup] = []
         self._chunks: list[_Chunk] = []
         self._num_decodes = 0
+
+    def clear(self, blocks: Sequence[int]) -> None:
+        self.cache.index_fill_(2, torch.tensor(blocks, dtype=torch.int64, device=self.cache.device), 0)
 
     def plan(self, metadata: AttentionMetadata) -> None:
         self._slots = metadata.slot_mapping.to(self.cache.device, torch.int64)
