@@ -8,6 +8,7 @@ from tllm_core.contracts.hookspecs import hookimpl
 
 BENCHMARKS = {
     "boundary": "tokens per second and latency from an engine's process to its consumers",
+    "death": "how soon every stream hears that its engine is gone",
     "engine": "prefill and decode of a real model",
 }
 """Name -> help. Each is a module here with `add_arguments(parser)` and `run(arguments) -> int`."""
@@ -27,7 +28,7 @@ class _Benchmark(argparse.ArgumentParser):
 
 @hookimpl
 def tllm_add_commands(commands: "argparse._SubParsersAction[Any]") -> None:
-    text = "measure the boundary or the engine beside their limits"
+    text = "measure the boundary, a death, or the engine beside its limits"
     parser = commands.add_parser("bench", help=text, description=text.capitalize() + ".")
     benchmarks = parser.add_subparsers(metavar="WHAT", required=True, parser_class=_Benchmark)
     for name, text in BENCHMARKS.items():
