@@ -55,13 +55,17 @@ class _StreamPort(Port):
             positions=self._positions,
             arrived=self._arrived,
             wait=self._inbox.wait_for_room,
+            lost=self._writer.prove,
         )
 
     def _start(self, connection: Connection) -> None:
         """With the connection that will write. Raises one of LOST."""
-        self._greet(connection)
         self._reader.start(self._dialer.dial(self._settings.block_s))
-        self._writer.start(connection)
+        try:
+            self._writer.start(connection)
+        except BaseException:
+            self._reader.close()
+            raise
         _open_ports.add(self)
 
     @property
@@ -116,12 +120,12 @@ class _StreamPort(Port):
         self._writer.trim(key, entries[-1][0], len(entries))
 
     @abstractmethod
-    def _greet(self, connection: Connection) -> None:
-        """On each new connection that writes."""
+    def _greet(self, connection: Connection) -> float:
+        """On each new connection that writes; returns as `_beat` does."""
 
     @abstractmethod
     def _beat(self, connection: Connection) -> float:
-        """Keeps keys alive; returns in how many seconds it wants to be called again, at the latest."""
+        """Keeps keys alive; returns in how many seconds it wants to be called again."""
 
     @abstractmethod
     def _farewell(self, connection: Connection) -> None:
@@ -176,13 +180,14 @@ class RedisEnginePort(_StreamPort, EnginePort):
 
     # ------------------------------------------------------------------------------------------ the writer's thread
 
-    def _greet(self, connection: Connection) -> None:
+    def _greet(self, connection: Connection) -> float:
         now, ttl_ms = time.monotonic(), self._settings.ttl_ms
         for peer in list(self._peers.values()):
             peer.seen_at = now
         hello = self._keys.hello
         done(connection.run([("XADD", hello, "*", HERE, b""), ("PEXPIRE", hello, ttl_ms)]))
         self._claim.renew(connection)
+        return self._settings.beat_s
 
     def _beat(self, connection: Connection) -> float:
         ttl_ms = self._settings.ttl_ms
@@ -217,9 +222,11 @@ class RedisEnginePort(_StreamPort, EnginePort):
         commands: list[Command] = []
         for peer, last in zip(peers, done(lasts), strict=True):
             left = bool(last) and last[0][1][0] == END
-            if peer.down.made and not left:
-                commands.append(("XADD", peer.down.key, "NOMKSTREAM", self._writer.ids.next(), END, b""))
-            commands.append(("DEL", peer.up, peer.down.key) if left else ("DEL", peer.up))
+            if left:
+                commands.append(("DEL", peer.up, peer.down.key))
+                continue
+            end = ("XADD", peer.down.key, self._writer.ids.next(), END, b"")
+            commands += [end, ("PEXPIRE", peer.down.key, self._settings.ttl_ms), ("DEL", peer.up)]
         if commands:
             connection.run(commands)
         self._claim.release(connection)
@@ -294,14 +301,15 @@ class RedisFrontendPort(_StreamPort, FrontendPort):
 
     # ------------------------------------------------------------------------------------------ the writer's thread
 
-    def _greet(self, connection: Connection) -> None:
+    def _greet(self, connection: Connection) -> float:
         if not self._announce(connection):
-            return
+            return self._settings.reconnect_s
         up = self._up
         first = ("XADD", up.key, self._writer.ids.next(), HERE, b"")
         done(connection.run([first, ("PEXPIRE", up.key, self._settings.ttl_ms)]))
         up.made = True
         self._path.back(ENGINE)
+        return self._settings.beat_s
 
     def _announce(self, connection: Connection) -> bool:
         """False where the engine is not at this server."""
@@ -315,14 +323,12 @@ class RedisFrontendPort(_StreamPort, FrontendPort):
         ttl_ms = self._settings.ttl_ms
         renewals = [("PEXPIRE", self._up.key, ttl_ms), ("PEXPIRE", self._down, ttl_ms)]
         is_there, _ = done(connection.run(renewals))
-        if self._path.is_missing(ENGINE):
-            self._greet(connection)
-        elif not is_there:
-            self._greet(connection)
+        if is_there and not self._path.is_missing(ENGINE) and self._announce(connection):
+            return self._settings.beat_s
+        wait_s = self._greet(connection)
+        if not is_there:
             self._path.disturbed()
-        else:
-            self._announce(connection)
-        return self._settings.reconnect_s if self._path.is_missing(ENGINE) else self._settings.beat_s
+        return wait_s
 
     def _farewell(self, connection: Connection) -> None:
         """Leaves the last entry to the engine, which removes both streams; without an engine they go at once."""

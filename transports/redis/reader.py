@@ -17,7 +17,10 @@ JOIN_S = 1.0
 
 
 class Reader:
-    """positions: stream -> last id seen. arrived: (stream, entries) -> commands to run at once. wait: until there is room."""
+    """positions: stream -> last id seen. arrived: (stream, entries) -> commands to run at once. wait: until there is room.
+
+    lost: the connection was, and why.
+    """
 
     def __init__(
         self,
@@ -28,9 +31,10 @@ class Reader:
         positions: Callable[[], Sequence[tuple[bytes, bytes]]],
         arrived: Callable[[bytes, list[Any]], list[Command]],
         wait: Callable[[], None],
+        lost: Callable[[str], None],
     ) -> None:
         self._settings, self._dial, self._path = settings, dial, path
-        self._positions, self._arrived, self._wait = positions, arrived, wait
+        self._positions, self._arrived, self._wait, self._lost = positions, arrived, wait, lost
         self._connection: Connection | None = None
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._run, name="tllm-redis-read", daemon=True)
@@ -84,6 +88,7 @@ class Reader:
             connection.close()
         if not self._over.is_set():
             self._path.lost(READ, reason)
+            self._lost(reason)
             self._over.wait(self._settings.reconnect_s)
 
     def _read(self, connection: Connection) -> None:

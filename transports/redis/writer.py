@@ -30,12 +30,14 @@ RETRY_S = 0.01
 TRIM_EVERY = 64
 """Entries that were read, at most, before they are removed; or PROOF_S."""
 JOIN_S = 1.0
+FAR = float("inf")
 
 
 class Writer:
     """One thread and one connection. `put`, `trim` and `later` may be called from any thread.
 
-    greet: after each connect, with the connection. beat: the same every `beat_s` seconds. farewell: the same before the end.
+    greet: after each connect, with the connection. beat: the same now and then. Both return in how many seconds `beat` is to
+    be called. farewell: the same before the end.
     """
 
     def __init__(
@@ -44,7 +46,7 @@ class Writer:
         dial: Callable[[], Connection],
         path: Path,
         *,
-        greet: Callable[[Connection], None],
+        greet: Callable[[Connection], float],
         beat: Callable[[Connection], float],
         farewell: Callable[[Connection], None],
     ) -> None:
@@ -60,14 +62,14 @@ class Writer:
         self._flight: list[Entry] = []
         self._connection: Connection | None = None
         self._beat_at = self._again_at = 0.0
-        self._asked_at = 0.0
+        self._asked_at = self._doubted_at = 0.0
         self._closes_at: float | None = None
         self._thread = threading.Thread(target=self._run, name="tllm-redis-write", daemon=True)
 
     def start(self, connection: Connection) -> None:
-        """With a connection that `greet` has seen."""
+        """With an open connection. Raises one of LOST."""
+        self._beat_at = time.monotonic() + self._greet(connection)
         self._connection = connection
-        self._beat_at = time.monotonic() + self._settings.beat_s
         self._thread.start()
 
     # ------------------------------------------------------------------------------------------------- from outside
@@ -114,6 +116,14 @@ class Writer:
             self._ready.pop(stream.key, None)
             stream.gone = True
             stream.clear()
+
+    def prove(self, reason: str) -> None:
+        """The other connection was lost: this one counts as lost too until the server has answered on it."""
+        with self._changed:
+            self._doubted_at = time.monotonic()
+            self._asked_at = 0.0
+            self._path.lost(WRITE, reason)
+            self._changed.notify()
 
     def hurry(self) -> None:
         """Has `beat` called at once."""
@@ -173,8 +183,9 @@ class Writer:
         if connection is None:
             return
         if time.monotonic() >= self._beat_at:
-            self._beat_at = time.monotonic() + self._settings.beat_s
-            self._beat_at = min(self._beat_at, time.monotonic() + self._beat(connection))
+            self._beat_at = FAR
+            wait_s = self._beat(connection)
+            self._beat_at = min(self._beat_at, time.monotonic() + wait_s)
         self._wait()
         self._write(connection)
 
@@ -185,13 +196,12 @@ class Writer:
                 return
         connection = self._dial()
         try:
-            self._greet(connection)
+            self._beat_at = time.monotonic() + self._greet(connection)
         except BaseException:
             connection.close()
             raise
         self._connection = connection
         self._again_at = 0.0
-        self._beat_at = time.monotonic() + self._settings.beat_s
         self._proven(time.monotonic())
         self._path.back(WRITE)
 
@@ -286,6 +296,8 @@ class Writer:
         sent_at = time.monotonic()
         replies = connection.run(commands)
         self._proven(sent_at)
+        if sent_at >= self._doubted_at:
+            self._path.back(WRITE)
         return replies
 
     def _proven(self, sent_at: float) -> None:
