@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ssl
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any
 
 import nats.errors
@@ -27,6 +27,28 @@ CLOSE_S = 0.2
 
 DEAF = (OSError, nats.errors.Error, asyncio.TimeoutError, ValueError)
 """What a connection attempt or a publish may end with."""
+
+
+async def within(seconds: float, work: Coroutine[Any, Any, None]) -> None:
+    """Raises TimeoutError where it takes longer; it may go on for a while then.
+
+    asyncio.timeout would trust that a cancellation ends it, and nats-py swallows the one that finds it waiting for room.
+    """
+    task = asyncio.create_task(work)
+    done, _ = await asyncio.wait([task], timeout=seconds)
+    if not done:
+        task.cancel()
+        raise TimeoutError
+    task.result()
+
+
+async def end(tasks: set[asyncio.Task[Any]]) -> None:
+    """Cancels them until they are done."""
+    while tasks:
+        for task in tasks:
+            task.cancel()
+        done, tasks = await asyncio.wait(tasks, timeout=CLOSE_S)
+        await asyncio.gather(*done, return_exceptions=True)
 
 
 class Lost(Exception):
@@ -72,18 +94,13 @@ class Connection:
             self.lost.set_result(Lost("closed"))
         try:
             with contextlib.suppress(*DEAF, AssertionError):
-                async with asyncio.timeout(CLOSE_S):
-                    await self.client.close()
+                await within(CLOSE_S, self.client.close())
         finally:
             # nats-py gives up half-way where the socket is broken or doesn't take any more.
             writer = getattr(self.client._transport, "_io_writer", None)
             if writer is not None:
                 writer.transport.abort()
-        strays = asyncio.all_tasks() - self._before
-        for task in strays:
-            task.cancel()
-        await asyncio.gather(*strays, return_exceptions=True)
-        await asyncio.sleep(0)
+        await end(asyncio.all_tasks() - self._before)
 
     async def subscribe(self, subject: str, take: Callable[[Msg], Awaitable[None]]) -> None:
         """Has `take` awaited for each message, in order."""

@@ -25,7 +25,7 @@ from nats.aio.msg import Msg
 
 from tllm_core.contracts.interfaces import Frame, PortState
 from tllm_core.errors import FrameTooLarge, PortClosed, PortDown, PortFull, TransportError
-from tllm_core.transports.nats.client import DEAF, Connection, Lost
+from tllm_core.transports.nats.client import DEAF, Connection, Lost, end, within
 from tllm_core.transports.nats.inbox import Inbox
 from tllm_core.transports.nats.settings import NatsSettings
 from tllm_core.transports.nats.subjects import Subjects
@@ -177,12 +177,8 @@ class ConnectedPort:
     async def _serve(self) -> None:
         serving = asyncio.create_task(self._connect_for_ever())
         await self._closing.wait()
-        serving.cancel()
-        await asyncio.gather(serving, return_exceptions=True)
-        strays = asyncio.all_tasks() - {asyncio.current_task()}
-        for task in strays:
-            task.cancel()
-        await asyncio.gather(*strays, return_exceptions=True)
+        await end({serving})
+        await end({task for task in asyncio.all_tasks() if task is not asyncio.current_task()})
 
     async def _connect_for_ever(self) -> None:
         pause = self._settings.reconnect_s
@@ -244,15 +240,13 @@ class ConnectedPort:
         """Notes when an echo was asked for that came; a connection that shows no sign of life at all is given up."""
         stale_s = self._settings.stale_after_s
         while True:
-            seen = self._signs_of_life(connection)
-            asked_at = time.monotonic()
-            try:
-                async with asyncio.timeout(stale_s):
-                    await self._ask_echo(connection)
-            except TimeoutError:
-                if self._signs_of_life(connection) == seen:
-                    raise Lost(f"{connection.url} has shown no sign of life for {stale_s:g} s") from None
-                continue
+            asked_at, seen = time.monotonic(), self._signs_of_life(connection)
+            asking = asyncio.create_task(self._ask_echo(connection))
+            while not (await asyncio.wait([asking], timeout=stale_s))[0]:
+                before, seen = seen, self._signs_of_life(connection)
+                if seen == before:
+                    raise Lost(f"{connection.url} has shown no sign of life for {stale_s:g} s")
+            asking.result()
             self._path_ok_at = asked_at
             await asyncio.sleep(self._settings.probe_s)
 
@@ -279,11 +273,13 @@ class ConnectedPort:
         if connection.lost.done() or not connection.client.is_connected:
             return
         with contextlib.suppress(*DEAF):
-            async with asyncio.timeout(self._settings.linger_s):
-                while self._queue:
-                    await self._ask_echo(connection)
-                await self._leave(connection)
-                await self._ask_echo(connection)
+            await within(self._settings.linger_s, self._finish(connection))
+
+    async def _finish(self, connection: Connection) -> None:
+        while self._queue:
+            await self._ask_echo(connection)
+        await self._leave(connection)
+        await self._ask_echo(connection)
 
     # --------------------------------------------------------------------------------------------------------- state
 
