@@ -1,9 +1,10 @@
 """Many requests of every outcome: afterwards all tables are empty, memory is flat and nothing is left.
 
-`TLLM_SOAK_REQUESTS` sets how many: 6,000 by default, 100,000 in `make soak`.
+`TLLM_SOAK_REQUESTS` sets how many: 6,000 by default, 100,000 in `make soak`; half as many over each broker.
 """
 
 import asyncio
+import contextlib
 import gc
 import os
 import random
@@ -14,9 +15,12 @@ from pathlib import Path
 
 import pytest
 
+from tests.soak.idle_engines import TRANSPORTS
 from tllm_core import GenerationExecutor, RequestError, SamplingParams
+from tllm_core.conformance.broker import BrokerProcess, nats_server, valkey_server
 from tllm_core.engines.echo import expected_tokens
 
+BROKERS: dict[str, Callable[[], BrokerProcess]] = {"nats": nats_server, "redis": valkey_server}
 REQUESTS = int(os.environ.get("TLLM_SOAK_REQUESTS", "6000"))
 AT_ONCE = 100
 WARM_UP = 3_000
@@ -111,30 +115,44 @@ class Mix:
         self.ended["many"] += 1
 
 
-def test_every_outcome_leaves_nothing_behind() -> None:
+def memory(*pids: int) -> list[int]:
+    gc.collect()
+    return [rss_bytes(pid) for pid in (os.getpid(), *pids)]
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_every_outcome_leaves_nothing_behind(transport: str) -> None:
     threads, descriptors = threading.active_count(), len(os.listdir("/proc/self/fd"))
-    with GenerationExecutor.create(engine="echo", engine_options={"faults": FAULTS}) as executor:
+    requests = REQUESTS // 2 if transport in BROKERS else REQUESTS
+    with contextlib.ExitStack() as stack:
+        broker = stack.enter_context(BROKERS[transport]()) if transport in BROKERS else None
+        executor = stack.enter_context(
+            GenerationExecutor.create(
+                engine="echo",
+                engine_options={"faults": FAULTS},
+                transport=TRANSPORTS[transport],
+                transport_options={} if broker is None else {"url": broker.url},
+            )
+        )
         engine = executor.health().ranks[0].pid
-        mix = Mix(executor, seed=1)
-        early = (0, 0)
-        for done in range(0, REQUESTS, AT_ONCE):
+        watched = [engine] if broker is None else [engine, broker.pid]
+        mix, early, warm_up = Mix(executor, seed=1), [0], max(requests // 5, min(WARM_UP, requests // 2))
+        for done in range(0, requests, AT_ONCE):
             asyncio.run(mix.batch(AT_ONCE))
-            if early == (0, 0) and done >= max(REQUESTS // 5, WARM_UP):
-                gc.collect()
-                early = rss_bytes(os.getpid()), rss_bytes(engine)
-        gc.collect()
+            if early == [0] and done >= warm_up:
+                early = memory(*watched)
         until(lambda: executor.health().in_flight == 0, "no request is open")
         until(lambda: executor.stats().running == 0, "the engine runs nothing")
-        late = rss_bytes(os.getpid()), rss_bytes(engine)
         worker = executor.stats().extra["worker"]
         assert worker["requests"] == 0, worker
         until(executor._frontend.link.idle, "everything is acknowledged")
         assert len(executor._frontend.ledger) == 0
         assert not executor._frontend.ledger.dropped
-        print(f"{sum(mix.ended.values())} requests: {dict(mix.ended)}; RSS {early} -> {late}")
+        late = memory(*watched)
+        print(f"{transport}: {sum(mix.ended.values())} requests: {dict(mix.ended)}; RSS {early} -> {late}")
         assert min(mix.ended.values()) > 0
-        assert late[0] - early[0] < GROWTH_BYTES
-        assert late[1] - early[1] < GROWTH_BYTES
+        grown = [after - before for before, after in zip(early, late, strict=True)]
+        assert max(grown) < GROWTH_BYTES, grown
     until(lambda: threading.active_count() <= threads, "threads are gone")
     until(lambda: len(os.listdir("/proc/self/fd")) <= descriptors, "file descriptors are closed")
     assert not Path(f"/proc/{engine}").exists()
