@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -18,14 +19,14 @@ from .faults import FAULTS
 from .frontends import FrontendProcess
 from .links import Lane
 from .network import Network
-from .settings import ScheduleSettings, draw
+from .settings import Profile, ScheduleSettings, draw
 from .timeline import Process, Timeline
 from .violation import Violation
 
 SETTLE_S = 9.0
 """By when everything has to have come to rest once all is mended."""
 CLOSE_S = 4.0
-LOOK_S = 0.1
+LOOK_S = 0.03
 MAX_STEPS = 60_000
 
 
@@ -35,11 +36,11 @@ class Simulation:
     PARKED_SLACK: Final = 4096
     current: ClassVar[Simulation | None] = None
 
-    def __init__(self, seed: int, *, traced: bool = False) -> None:
+    def __init__(self, seed: int, profile: Profile = "long", *, traced: bool = False) -> None:
         self.seed, self.traced = seed, traced
         self.lines: list[str] = []
         self.dice = random.Random(seed)
-        self.settings: ScheduleSettings = draw(self.dice)
+        self.settings: ScheduleSettings = draw(self.dice, profile)
         self.timeline = Timeline()
         self.network = Network(self.timeline, self.settings.weather, random.Random(seed + 1))
         self.lanes: dict[int, Lane] = {}
@@ -116,12 +117,35 @@ class Simulation:
     def run(self) -> None:
         """The whole schedule. Raises Violation."""
         Simulation.current = self
-        with virtual_clock(self.timeline):
+        with virtual(self.timeline):
             self._begin()
             self._run_until(self.settings.active_s)
             self._mend()
             self._settle()
             self._close()
+
+    def let_go(self) -> None:
+        """Cuts the knots of references, so that the collector finds little."""
+        for engine in self.engines:
+            for part in (
+                engine.port,
+                engine.link,
+                engine.worker,
+                engine.world,
+                engine.watcher.port,
+                engine.watcher.link,
+            ):
+                part.__dict__.clear()
+            engine.watcher.__dict__.clear()
+            engine.__dict__.clear()
+        for process in self.frontends:
+            for ticket in (*process.open_tickets, *process.ended):
+                ticket.result = None
+            for part in (process.port, process.link, process.frontend):
+                if part is not None:
+                    part.__dict__.clear()
+            process.__dict__.clear()
+        self.network.__dict__.clear()
 
     def _begin(self) -> None:
         self.start_engine()
@@ -135,26 +159,22 @@ class Simulation:
             self.timeline.at(self.dice.uniform(0.0, active), self._fault)
 
     def _run_until(self, limit: float) -> None:
-        timeline, touched = self.timeline, self.touched
-        while timeline.step(limit):
-            if touched:
-                self._check()
-        if timeline.steps > MAX_STEPS:
-            raise Violation("I10", f"{timeline.steps} steps and no end")
+        self.timeline.run(limit, self._check)
+        if self.timeline.steps > MAX_STEPS:
+            raise Violation("I10", f"{self.timeline.steps} steps and no end")
 
     def run_nested(self, seconds: float) -> None:
         """Others run while the current thread is preempted."""
         self.nested += 1
-        timeline = self.timeline
-        limit = timeline.now + seconds
-        while timeline.step(limit):
-            pass
+        self.timeline.run(self.timeline.now + seconds)
         self.nested -= 1
 
     def _check(self) -> None:
-        for process in self.touched:
-            invariants.check(self, process)
-        self.touched.clear()
+        touched, check = self.touched, invariants.check
+        if touched:
+            for process in touched:
+                check(self, process)
+            touched.clear()
 
     # -------------------------------------------------------------------------------------------------- what happens
 
@@ -236,12 +256,26 @@ class Simulation:
             return
 
 
+class UnstartedThread:
+    """Its target is an actor's turn."""
+
+    def __init__(self, **options: object) -> None:
+        """Whatever a thread is made with."""
+
+    def is_alive(self) -> bool:
+        return False
+
+
 @contextmanager
-def virtual_clock(timeline: Timeline) -> Iterator[None]:
-    """`core/frontend.py` reads the clock by itself."""
-    real = frontend_module.time
-    frontend_module.time = SimpleNamespace(monotonic=timeline.clock)
+def virtual(timeline: Timeline) -> Iterator[None]:
+    """`core/frontend.py` reads the clock and makes its threads by itself."""
+    module = frontend_module
+    real = module.time, module.threading
+    module.time = SimpleNamespace(monotonic=timeline.clock)
+    module.threading = SimpleNamespace(
+        Thread=UnstartedThread, Lock=threading.Lock, Event=threading.Event, current_thread=threading.current_thread
+    )
     try:
         yield
     finally:
-        frontend_module.time = real
+        module.time, module.threading = real

@@ -24,8 +24,6 @@ from .violation import Violation
 if TYPE_CHECKING:
     from .composition import Simulation
 
-TURN_S = 0.0001
-"""What a turn of an idle loop takes."""
 SENTINEL_S = 0.02
 """A process's death is noticed on its host within this."""
 FLUSH_S = 0.3
@@ -39,6 +37,8 @@ class SimWorld(World):
     def __init__(self, sim: Simulation, engine: EngineProcess) -> None:
         self.sim, self.engine = sim, engine
         self.actor: Actor | None = None
+        self.closer: Actor | None = None
+        self._stop_until: float | None = None
         self._queue: deque[WorldEvent] = deque()
         self._until: float | None = None
 
@@ -68,15 +68,23 @@ class SimWorld(World):
         return self.sim.timeline.now
 
     def stop(self, timeout: float) -> bool:
-        self.sim.timeline.later(min(timeout, 1.0), self.engine.crash)
-        return True
+        """Waits, as the launchers' do, while the frontend's other threads read on."""
+        now = self.sim.timeline.now
+        if self._stop_until is None:
+            self._stop_until = now + timeout
+        if self.engine.alive and now < self._stop_until:
+            raise Blocked(self._stop_until + GRAIN_S)
+        return not self.engine.alive
 
     def kill(self) -> None:
-        """`stop` was called before."""
+        self.engine.crash()
 
 
 class EngineProcess(Process):
-    """Rank 0 of one generation. `broken_since`: from when on its death is true; None while it is well."""
+    """Rank 0 of one generation. `broken_since`: from when on its death is true; None while it is well.
+
+    `disturbed`: it was frozen, or has gone, and may have given frontends up that did all they could.
+    """
 
     def __init__(self, sim: Simulation, generation: int, rng: random.Random) -> None:
         super().__init__(sim.timeline, f"engine {sim.generations}")
@@ -108,7 +116,7 @@ class EngineProcess(Process):
         self.progress = (0, False)
         self.broken_since: float | None = None
         self.exited_at: float | None = None
-        self.leaving = self.clean = False
+        self.leaving = self.clean = self.disturbed = False
         self.words: Failed | None = None
         self.watcher = WatcherProcess(sim, self, rng)
         self.world = SimWorld(sim, self)
@@ -120,16 +128,20 @@ class EngineProcess(Process):
         if self.leaving:
             self._leave()
             return
-        try:
-            self.worker._turn()
-        except Exception as error:
-            self._fail(error)
-            return
-        self._check_aborts()
-        if self.worker._stopping:
-            self._run_out()
-        else:
-            self.actor.wake(self.timeline.now + (self.sim.settings.step_s if self.worker._again else TURN_S))
+        worker = self.worker
+        while True:
+            try:
+                worker._turn()
+            except Exception as error:
+                self._fail(error)
+                return
+            self._check_aborts()
+            if worker._stopping:
+                self._run_out()
+                return
+            if worker._again:
+                self.actor.wake(self.timeline.now + self.sim.settings.step_s)
+                return
 
     def _check_aborts(self) -> None:
         """I8: an abort that was read has freed what its request held."""
@@ -165,7 +177,12 @@ class EngineProcess(Process):
         self.link.close(FLUSH_S)
         self.exit()
 
+    def freeze(self) -> None:
+        super().freeze()
+        self.disturbed = True
+
     def break_down(self) -> None:
+        self.disturbed = True
         if self.broken_since is None:
             self.broken_since = self.timeline.now
 
@@ -183,6 +200,8 @@ class EngineProcess(Process):
             self.port.keep_open = False
             self.port.close()
             self.sim.trace("%s is gone", self.name)
+            if self.world.closer is not None:
+                self.world.closer.wake(self.timeline.now)
             self.timeline.later(self.sim.dice.uniform(0.0, SENTINEL_S), self.watcher.bury)
 
 

@@ -16,7 +16,13 @@ from .timeline import Process
 if TYPE_CHECKING:
     from .composition import Simulation
 
-SHORT_S, LONG_S = (0.01, 0.15), (1.0, 1.8)
+SHORT_S = (0.01, 0.15)
+LONG = (1.25, 2.25)
+"""Freezes that count as death, in deadlines."""
+
+
+def long_s(sim: Simulation) -> float:
+    return sim.settings.liveness.dead_after_s * sim.dice.uniform(*LONG)
 
 
 def freeze_for(sim: Simulation, process: Process, seconds: float) -> None:
@@ -51,11 +57,11 @@ def freeze_engine_for_long(sim: Simulation) -> None:
     engine = sim.engine
     if engine.runs:
         engine.break_down()
-        freeze_for(sim, engine, sim.dice.uniform(*LONG_S))
+        freeze_for(sim, engine, long_s(sim))
         if sim.chance(0.3):
-            freeze_for(sim, engine.watcher, sim.dice.uniform(*LONG_S))
+            freeze_for(sim, engine.watcher, long_s(sim))
         if sim.chance(0.3):
-            sim.timeline.later(0.9, supersede, sim)
+            sim.timeline.later(1.1 * sim.settings.liveness.dead_after_s, supersede, sim)
 
 
 def supersede(sim: Simulation) -> None:
@@ -81,7 +87,8 @@ def kill_frontend(sim: Simulation) -> None:
 
 
 def freeze_frontend(sim: Simulation) -> None:
-    freeze_for(sim, sim.dice.choice(sim.frontends), sim.dice.uniform(*sim.dice.choice((SHORT_S, SHORT_S, LONG_S))))
+    process = sim.dice.choice(sim.frontends)
+    freeze_for(sim, process, long_s(sim) if sim.chance(0.33) else sim.dice.uniform(*SHORT_S))
 
 
 def cut_path(sim: Simulation) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING
 
 from tllm_core.contracts.interfaces import World
@@ -18,6 +19,7 @@ from tllm_core.errors import (
 from tllm_core.frontend import DRAIN_S, Frontend
 from tllm_core.ledger.ledger import Call, Effects, Outcome
 from tllm_core.ledger.result import GenerationResult
+from tllm_core.plan import _raise_if_ended
 from tllm_core.wire.liveness import Liveness
 from tllm_core.world.attached import AttachedWorld
 
@@ -33,6 +35,7 @@ if TYPE_CHECKING:
     from .composition import Simulation
 
 OPEN_S = 1.5
+CLOSE_S = 0.5
 SAMPLING = {n: SamplingParams(n=n, max_tokens=8) for n in (1, 2, 3)}
 
 
@@ -147,18 +150,17 @@ class FrontendProcess(Process):
                 self.watch_link.open(self.open_until - self.timeline.now)
                 self.watch_link_opened_at = self.timeline.now
                 self.world = AttachedWorld(self.watch_link, self.watch_port, {})
-            welcome = self.link.open(self.open_until - self.timeline.now)
+            meanwhile = partial(_raise_if_ended, self.world if not self.owner else None)
+            welcome = self.link.open(self.open_until - self.timeline.now, meanwhile)
             if self.sim.settings.same_host:
                 self.link.send(Introduce("host", self.number, 0))
         except Refused as error:
             raise Violation("I9", f"refused: {error}") from None
-        except TransportError as error:
+        except (TransportError, EngineDeadError) as error:
             self.failure = error
             self.sim.trace("%s could not attach: %r", self.name, error)
             self.crash()
             return
-        if not self.owner and self.timeline.now - self.watch_link_opened_at > self.sim.settings.wire.half_open_s / 2:
-            self.disturbed = True  # nobody reads the watcher's lane while the engine's is opened
         self.well_since = self.timeline.now
         self.sim.trace("%s has session %x", self.name, welcome.session)
         self.frontend = SimFrontend(self, welcome.frontend_id, self.world, Liveness(self.sim.settings.liveness))
@@ -294,7 +296,11 @@ class FrontendProcess(Process):
         self.sim.trace("%s: closes", self.name)
         if self.owner:
             self.engine.break_down()
-        self.frontend.close(0.5)
+        closer = Actor(self, lambda: self.frontend.close(CLOSE_S), self.sim.touch)
+        closer.ends = True
+        if self.owner:
+            self.engine.world.closer = closer
+        closer.wake(self.timeline.now)
 
     def judge_verdict(self, error: TllmError) -> None:
         invariants.judge_verdict(self, error)

@@ -32,8 +32,9 @@ def engine_state(link: SimEngineLink) -> Any:
         (number, a.confirmed, a.last_beat, a.silence and a.silence._since, lane_state(a.session))
         for number, a in sessions.table.items()
     ]
-    ids = len(sessions._half_open), len(sessions._by_hello), dict(sessions._by_peer), set(sessions._ids._used)
-    return table, ids, list(sessions._tombstones)
+    known = sessions._table
+    ids = len(known.half_open), len(known._by_hello), dict(known._by_peer), set(known._ids._used)
+    return table, ids, list(known._tombstones)
 
 
 def frontend_state(link: SimFrontendLink) -> Any:

@@ -104,10 +104,10 @@ def dead_means_empty(sim: Simulation, process: FrontendProcess) -> None:
 def noticed_in_time(sim: Simulation, process: FrontendProcess) -> None:
     """I12: a death or freeze is known within its bound, by whoever was awake and had a path all the time."""
     frontend, engine = process.frontend, process.engine
-    if frontend.verdict_at is not None or process.left or not process.is_well:
+    if frontend.verdict_at is not None or process.left:
         return
     broken_since = engine_broken_since(engine)
-    if broken_since is None:
+    if broken_since is None or not process.is_well:
         return
     bound = sim.settings.liveness.dead_after_s + SLACK_S
     since = max(broken_since, process.well_since)
@@ -123,15 +123,16 @@ def noticed_in_time(sim: Simulation, process: FrontendProcess) -> None:
 
 def engine_broken_since(engine: EngineProcess) -> float | None:
     """Since when it is dead, or frozen and still so; None while it is well or ends in an orderly way."""
-    if not engine.alive or not engine.watcher.alive:
+    watcher = engine.watcher
+    if not engine.alive or not watcher.alive:
         return None if engine.clean else engine.broken_since
-    frozen = [at for at in (engine.frozen_at, engine.watcher.frozen_at) if at is not None]
-    return min(frozen) if frozen and not engine.leaving else None
+    if (engine.frozen_at is None and watcher.frozen_at is None) or engine.leaving:
+        return None
+    return min(at for at in (engine.frozen_at, watcher.frozen_at) if at is not None)
 
 
 def lane_is_bounded(sim: Simulation, process: Process) -> None:
     """I10: windows, backlogs, parked rows and half-open attaches."""
-    settings = sim.settings
     if isinstance(process, FrontendProcess):
         session = process.link._session
         if session is not None:
@@ -141,17 +142,17 @@ def lane_is_bounded(sim: Simulation, process: Process) -> None:
                 waiting = process.link.lane.up[sender.sent :]
                 backlog_is_bounded(sim, process.name, sum(name in PATIENT for name, _ in waiting))
         return
-    sessions = process.link._sessions
+    sessions, settings = process.link._sessions, sim.settings
     for number, attached in sessions.table.items():
         sender = attached.session.lane.sender
         sender_is_bounded(sim, process.name, sender)
         if sender.sent < sender.last:
             waiting = sim.lanes[number].down[sender.sent :]
             backlog_is_bounded(sim, process.name, sum(not urgent for *_, urgent in waiting))
-    if len(sessions._half_open) > settings.wire.max_half_open:
-        raise Violation("I10", f"{len(sessions._half_open)} attaches are half-open")
-    if len(sessions._tombstones) > settings.wire.tombstones:
-        raise Violation("I10", f"{len(sessions._tombstones)} tombstones")
+    if len(sessions._table.half_open) > settings.wire.max_half_open:
+        raise Violation("I10", f"{len(sessions._table.half_open)} attaches are half-open")
+    if len(sessions._table._tombstones) > settings.wire.tombstones:
+        raise Violation("I10", f"{len(sessions._table._tombstones)} tombstones")
     if isinstance(process, EngineProcess):
         for outbox in process.worker._outboxes.values():
             if outbox.parked_bytes > settings.worker.parked_bytes + sim.PARKED_SLACK:
@@ -159,10 +160,11 @@ def lane_is_bounded(sim: Simulation, process: Process) -> None:
 
 
 def sender_is_bounded(sim: Simulation, name: str, sender: object) -> None:
-    wire = sim.settings.wire
-    if sender.sent - sender.acked > wire.window_frames:
-        raise Violation("I10", f"{name} has {sender.sent - sender.acked} frames in flight of {wire.window_frames}")
-    if sender.sent - sender.acked > 1:
+    count = sender.sent - sender.acked
+    if count > 1:
+        wire = sim.settings.wire
+        if count > wire.window_frames:
+            raise Violation("I10", f"{name} has {count} frames in flight of {wire.window_frames}")
         flight = sum(sender._frames[at].size for at in range(sender.acked + 1, sender.sent + 1))
         if flight > wire.window_bytes:
             raise Violation("I10", f"{name} has {flight} bytes in flight of {wire.window_bytes}")
@@ -221,7 +223,7 @@ def judge_verdict(process: FrontendProcess, error: TllmError) -> None:
             raise Violation("I11", f"{process.name} has a path and says: {error}")
     elif "receive thread failed" in str(error):
         raise Violation("I3", str(error))
-    elif isinstance(error, TransportError) and not process.disturbed and not sim.may_expel and engine.alive:
+    elif isinstance(error, TransportError) and not process.disturbed and not engine.disturbed and not sim.may_expel:
         raise Violation("I10", f"{process.name} did nothing wrong and hears: {error}")
 
 
@@ -302,9 +304,9 @@ def sessions_are_gone_but_the_owners(sim: Simulation) -> None:
             owners = sum(process.owner and process.serves and process.engine is engine for process in sim.frontends)
             table = (
                 len(sessions.table),
-                len(sessions._ids._used),
+                len(sessions._table._ids._used),
                 len(engine.worker._outboxes),
-                len(sessions._half_open),
+                len(sessions._table.half_open),
             )
             if max(table[:3]) > owners or table[3]:
                 raise Violation("I8", f"{engine.name} still has sessions, ids, outboxes, half-open: {table}")

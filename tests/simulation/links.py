@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import random
+import struct
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from tllm_core.contracts.interfaces import Frame, PeerId
-from tllm_core.contracts.messages import Abort, Control, DownMessage, Goodbye, Submit, UpMessage
+from tllm_core.contracts.messages import Abort, Control, DownMessage, Goodbye, Stop, Submit, UpMessage
 from tllm_core.wire.link import EngineLink, FrontendLink
 from tllm_core.wire.liveness import LivenessSettings
 from tllm_core.wire.settings import WireSettings
@@ -18,6 +19,7 @@ from .timeline import NEVER, Blocked
 from .violation import Violation
 
 KEY = b"k" * 32
+_SESSION_AND_ACK = struct.Struct("<Q8xQ")
 
 
 def name_of(message: UpMessage) -> tuple[str, int]:
@@ -47,8 +49,8 @@ class Lane:
 
 def ack_of(frame: Frame) -> tuple[int, int]:
     """Session and cumulative acknowledgement of a frame."""
-    head = frame[0]
-    return int.from_bytes(head[16:24], "little"), int.from_bytes(head[32:40], "little")
+    session, ack = _SESSION_AND_ACK.unpack_from(frame[0], 16)
+    return session, ack
 
 
 class _Resumable:
@@ -62,7 +64,7 @@ class _Resumable:
         try:
             items = receive(None if self._until == NEVER else max(0.0, self._until - now))
         except Blocked as blocked:
-            self._waits_until = blocked.until
+            (self._waits_until,) = blocked.args
             raise
         self._until = None
         return items
@@ -102,6 +104,7 @@ class SimFrontendLink(_Resumable, FrontendLink):
         self.is_watch = port.path.service == "watcher"
         self.around_send: Callable[[str], None] = lambda when: None
         self._begin, self._begun = self._sessions.begin, False
+        self._said_goodbye = False
         self._sessions.begin = self._begin_once
         self._rng = rng
         port.inspect = self._inspect
@@ -112,13 +115,17 @@ class SimFrontendLink(_Resumable, FrontendLink):
             self._begun = True
             self._begin(self._rng.randbytes(len(nonce)))
 
-    def open(self, timeout: float) -> Any:
-        welcome = super().open(timeout)
+    def open(self, timeout: float, meanwhile: Callable[[], None] = lambda: None) -> Any:
+        welcome = super().open(timeout, meanwhile)
         self._begun = False
         self.lane = self.lanes.setdefault(welcome.session, Lane(welcome.session))  # the engine may have spoken first
         return welcome
 
     def send(self, message: UpMessage) -> None:
+        if isinstance(message, (Stop, Goodbye)):
+            if self._said_goodbye:
+                return  # `close` runs again from its beginning, too
+            self._said_goodbye = True
         self.around_send("before")
         super().send(message)
         self.lane.up.append(name_of(message))

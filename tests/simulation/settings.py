@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from typing import Literal
 
 from msgspec import Struct
 
@@ -12,12 +13,15 @@ from tllm_core.world.worker import WorkerSettings
 
 from .network import Weather
 
+Profile = Literal["short", "long"]
+
 
 class ScheduleSettings(Struct, kw_only=True):
     """`same_host`: the engine sees the end of frontends' processes. `attached`: frontends beside the owner. `calls`: what
     frontends' callers do. `faults`: how many things go wrong, within `active_s`. `step_s`: what an engine step takes.
     """
 
+    profile: Profile
     by_reference: bool
     same_host: bool
     wire: WireSettings
@@ -39,23 +43,34 @@ LIVENESS = LivenessSettings(
     frontend_dead_after_s=1.2,
     frontend_beat_s=0.2,
 )
+SHORT_LIVENESS = LivenessSettings(
+    beat_interval_s=0.1,
+    dead_after_s=0.5,
+    broker_down_after_s=0.6,
+    reconnect_grace_s=0.1,
+    frontend_dead_after_s=0.8,
+    frontend_beat_s=0.2,
+)
 
 
-def draw(dice: random.Random) -> ScheduleSettings:
+def draw(dice: random.Random, profile: Profile) -> ScheduleSettings:
+    """`short`: a few requests and at most one fault, over in 50 ms; by the hundred thousand. `long`: whatever there is."""
     reliable = dice.random() < 0.5
     by_reference = dice.random() < 0.6
     tight = dice.random() < 0.6
+    short = profile == "short"
     return ScheduleSettings(
+        profile=profile,
         by_reference=by_reference,
         same_host=dice.random() < 0.5,
         wire=draw_wire(dice, tight),
-        liveness=LIVENESS,
+        liveness=SHORT_LIVENESS if short else LIVENESS,
         worker=WorkerSettings(parked_bytes=dice.choice((1 << 12, 1 << 20)), stall_after_s=dice.choice((0.3, 2.0))),
         weather=draw_weather(dice, reliable, by_reference),
-        attached=dice.choice((0, 0, 1, 1, 1, 2, 3)),
-        calls=dice.randrange(4, 16),
-        faults=dice.choice((0, 1, 1, 2, 3)),
-        active_s=dice.choice((0.15, 0.3, 0.6)),
+        attached=dice.choice((0, 0, 1) if short else (0, 0, 1, 1, 1, 2, 3)),
+        calls=dice.randrange(1, 4) if short else dice.randrange(4, 16),
+        faults=dice.choice((0, 1) if short else (0, 1, 1, 2, 3)),
+        active_s=dice.choice((0.02, 0.05) if short else (0.15, 0.3, 0.6)),
         step_s=dice.choice((0.005, 0.02)),
     )
 

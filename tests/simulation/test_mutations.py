@@ -8,6 +8,7 @@ import pytest
 
 from .mutations import MUTATIONS, Mutation, mutated
 from .runner import run_one
+from .settings import Profile
 
 
 @pytest.fixture(autouse=True)
@@ -27,7 +28,7 @@ def test_a_wrong_variant_is_caught(mutation: Mutation):
     seen: dict[str, int] = {}
     with mutated(mutation):
         for seed in (mutation.seed, *range(FURTHER)):
-            found = run_one(seed)
+            found = run_one(seed, mutation.profile)
             if found is not None and found.violation.invariant == mutation.invariant:
                 break
             if found is not None:
@@ -38,9 +39,9 @@ def test_a_wrong_variant_is_caught(mutation: Mutation):
         print(f"{mutation.name} is now caught by schedule {seed}, no more by {mutation.seed}")
 
 
-@pytest.mark.parametrize("seed", sorted({mutation.seed for mutation in MUTATIONS}))
-def test_the_same_schedule_is_clean_without_it(seed: int):
-    found = run_one(seed)
+@pytest.mark.parametrize(("profile", "seed"), sorted({(mutation.profile, mutation.seed) for mutation in MUTATIONS}))
+def test_the_same_schedule_is_clean_without_it(profile: Profile, seed: int):
+    found = run_one(seed, profile)
     assert found is None, found.violation
 
 

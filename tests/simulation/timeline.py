@@ -18,9 +18,9 @@ class Blocked(BaseException):
     The threads' loops keep nothing in local variables across their blocking calls, so that running again is resuming.
     """
 
-    def __init__(self, until: float) -> None:
-        super().__init__()
-        self.until = until
+    @property
+    def until(self) -> float:
+        return self.args[0]
 
 
 class Timeline:
@@ -43,17 +43,18 @@ class Timeline:
     def later(self, seconds: float, action: Callable[..., Any], *args: Any) -> None:
         heapq.heappush(self._events, (self.now + seconds, next(self._order), action, args))
 
-    def step(self, limit: float) -> bool:
-        """Runs the next event that is due by `limit`; False where there is none, and the time is `limit` then."""
-        if not self._events or self._events[0][0] > limit:
-            self.now = max(self.now, limit)
-            return False
-        when, _, action, args = heapq.heappop(self._events)
-        if when > self.now:
-            self.now = when
-        self.steps += 1
-        action(*args)
-        return True
+    def run(self, limit: float, after: Callable[[], None] | None = None) -> None:
+        """Runs what is due by `limit`, in order, and calls `after` after each event; the time is `limit` then."""
+        events, pop = self._events, heapq.heappop
+        while events and events[0][0] <= limit:
+            when, _, action, args = pop(events)
+            if when > self.now:
+                self.now = when
+            self.steps += 1
+            action(*args)
+            if after is not None:
+                after()
+        self.now = max(self.now, limit)
 
 
 class Process:
@@ -90,36 +91,43 @@ def _nothing() -> None:
 class Actor:
     """One thread of a process: `turn` runs from one blocking call to the next. `ends`: a turn that returns was the last one."""
 
-    __slots__ = ("_at", "_running", "ends", "process", "touch", "turn")
+    __slots__ = ("_at", "_call_at", "_queued", "_running", "ends", "process", "touch", "turn")
 
-    def __init__(self, process: Process, turn: Callable[[], None], touch: Callable[[Process], object]) -> None:
+    def __init__(self, process: Process, turn: Callable[[], object], touch: Callable[[Process], object]) -> None:
         self.process, self.turn, self.touch = process, turn, touch
         self._at = NEVER
+        self._queued: set[float] = set()
+        self._call_at = process.timeline.at
         self._running = self.ends = False
         process.actors.append(self)
 
     def wake(self, when: float) -> None:
         """Runs at `when`, or earlier."""
-        if when < self._at:
+        if when < self._at and self.turn is not _nothing:
             self._at = when
-            self.process.timeline.at(when, self._fire, when)
+            queued = self._queued
+            if when not in queued:
+                queued.add(when)
+                self._call_at(when, self._fire, when)
 
     def _fire(self, when: float) -> None:
+        self._queued.discard(when)
         if when != self._at:
             return
         self._at = NEVER
-        if not self.process.runs:
-            return
-        if self._running:  # it is below on the stack, in the middle of something
+        process = self.process
+        # One that is running is below on the stack, in the middle of something.
+        if not process.alive or process.frozen_at is not None or self._running:
             return
         self._running = True
-        self.touch(self.process)
+        self.touch(process)
         try:
             self.turn()
             if self.ends:
                 self.turn = _nothing
         except Blocked as blocked:
-            if blocked.until != NEVER:
-                self.wake(blocked.until)
+            (until,) = blocked.args
+            if until != NEVER:
+                self.wake(until)
         finally:
             self._running = False
