@@ -24,7 +24,7 @@ class RankHealth(Struct, frozen=True):
 
 
 class PathHealth(Struct, frozen=True):
-    """This side's way to the engine: its connection, or its broker's. reason, down_s: why not, and for how many seconds."""
+    """This side's way to the engine: its connection, or its broker's. reason, down_s: why not, and for how long, if known."""
 
     up: bool
     reason: str = ""
@@ -98,10 +98,10 @@ def _path_of(frontend: Frontend) -> PathHealth:
 def path_health(state: PortState, ok_at: float, now: float, stale_s: float) -> PathHealth:
     """A port that says that it is down is believed; one that has had no proof for `stale_s` seconds (a broker that froze keeps
     its connections) is not."""
-    if state.closed:
-        return PathHealth(False, state.reason or "the port is closed", max(0.0, now - state.since))
     if not state.up:
-        return PathHealth(False, state.reason or "the port is down", max(0.0, now - state.since))
+        return PathHealth(
+            False, state.reason or "the port is down", max(0.0, now - state.since) if state.since else None
+        )
     if now - ok_at > stale_s:
         return PathHealth(False, "nothing has come back on it", now - ok_at)
     return PATH_UP

@@ -187,10 +187,11 @@ class Progress:
 
     def _is_made_by(self, beat: Beat, now: float) -> bool:
         """A step, nothing to do, or more CPU time than an idle process uses."""
+        # The sum falls where a rank's child ends that nobody had waited for: a sign of life too.
         at, mark = self._mark
         if not beat.busy or beat.steps != mark.steps or len(beat.cpu_s) != len(mark.cpu_s):
             return True
-        return sum(beat.cpu_s) - sum(mark.cpu_s) > IDLE_CPU_S + IDLE_CPU_SHARE * (now - at)
+        return abs(sum(beat.cpu_s) - sum(mark.cpu_s)) > IDLE_CPU_S + IDLE_CPU_SHARE * (now - at)
 
     def hang(self, after_s: float) -> Verdict | None:
         (at, mark), (latest_at, latest) = self._mark, self._latest

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from tllm_core.wire.liveness import Verdict
+from tllm_core.wire.liveness import Liveness, Verdict
 from tllm_core.world.loop import Loop
 from tllm_core.world.stderr import Relay
 from tllm_core.world.ward import Ward
 
+KIN_S = 1.0
+"""How long a step takes before what the ranks have started themselves is looked at, and how often then."""
 APART_S = 0.1
 """How long one rank may take to write before the next is asked, so that their stacks don't mix."""
 LAST_S = 0.5
@@ -21,6 +23,15 @@ class HangWatch:
     def __init__(self, loop: Loop, relay: Relay, told: Callable[[Verdict], None]) -> None:
         self._loop, self._relay, self._told = loop, relay, told
         self._hangs = False
+        self._looked_at = 0.0
+
+    def look(self, now: float, liveness: Liveness, wards: Sequence[Ward]) -> None:
+        """Before a beat. A rank may wait for a compiler that it has started: that one's work is the rank's."""
+        age_s, every_s = liveness.last_step_age_s, min(KIN_S, liveness.settings.hang_after_s / 4)
+        if age_s is not None and age_s > every_s and now - self._looked_at > every_s:
+            self._looked_at = now
+            for ward in wards:
+                ward.look_at_kin()
 
     def note(self, verdict: Verdict | None, wards: Sequence[Ward]) -> None:
         """`verdict`: the hang as it is judged now, None while there is none. `wards`: the ranks that live."""

@@ -28,7 +28,8 @@ _STATES = {"T": RankState.STOPPED, "t": RankState.STOPPED, "Z": RankState.GONE, 
 
 
 class Stat(Struct, frozen=True):
-    """A process as /proc/PID/stat shows it. `cpu_s`: user and system seconds. `start_time`: clock ticks since boot."""
+    """A process as /proc/PID/stat shows it. `cpu_s`: user and system seconds, with those of children that ended and were waited
+    for. `start_time`: clock ticks since boot."""
 
     state: RankState
     session: int
@@ -44,7 +45,7 @@ def read_stat(pid: int) -> Stat | None:
         return None
     # The name, in brackets, may hold anything; the rest are fields 3 and up.
     fields = text[text.rindex(")") + 2 :].split()
-    ticks = int(fields[11]) + int(fields[12])
+    ticks = sum(map(int, fields[11:15]))
     state = _STATES.get(fields[0], RankState.RUNNING)
     if state is RankState.GONE and int(fields[17]) > 1:
         state = (
@@ -56,6 +57,26 @@ def read_stat(pid: int) -> Stat | None:
         cpu_s=ticks / os.sysconf("SC_CLK_TCK"),
         start_time=int(fields[19]),
     )
+
+
+def kin_cpu_s(pid: int) -> float:
+    """The CPU seconds of all that the process has started and that has not ended; 0 where the system does not tell."""
+    total, parents = 0.0, [pid]
+    while parents:
+        for child in _children(parents.pop()):
+            stat = read_stat(child)
+            if stat is not None:
+                total += stat.cpu_s
+                parents.append(child)
+    return total
+
+
+def _children(pid: int) -> list[int]:
+    try:
+        lists = [path.read_text(encoding="ascii") for path in Path(f"/proc/{pid}/task").glob("*/children")]
+    except OSError:  # a thread, or all of it, has just ended
+        return []
+    return [int(child) for text in lists for child in text.split()]
 
 
 def identify(rank: int, pid: int) -> Identity:

@@ -11,7 +11,7 @@ from tllm_core.contracts.interfaces import Failed, Identity, Ready
 from tllm_core.contracts.messages import Beat, RankState
 from tllm_core.errors import describe_exit
 from tllm_core.world.channel import Begin, Channel, FromRank, Launch
-from tllm_core.world.process import LINUX, identify, kill_group, open_pidfd, read_stat
+from tllm_core.world.process import LINUX, identify, kill_group, kin_cpu_s, open_pidfd, read_stat
 from tllm_core.world.progress import Progress
 from tllm_core.world.stacks import STACKS_SIGNAL
 from tllm_core.world.stderr import Relay, Tail
@@ -28,6 +28,7 @@ class Ward:
         self.ready: Ready | None = None
         self.failed: Failed | None = None
         self.exitcode: int | None = None
+        self._kin_cpu_s = 0.0
         ours, theirs = socket.socketpair()
         reader, writer = os.pipe()
         try:
@@ -51,12 +52,13 @@ class Ward:
         return self.exitcode is not None
 
     def state(self) -> tuple[RankState, float]:
-        """Its run state and the CPU seconds that it has used; running and 0 where the system does not tell."""
+        """Its run state and the CPU seconds that it has used, with those of its kin as last looked at; running and 0 where the
+        system does not tell."""
         if self.exitcode is not None:
             return RankState.GONE, 0.0
         stat = read_stat(self._popen.pid)
         if stat is not None:
-            return stat.state, stat.cpu_s
+            return stat.state, stat.cpu_s + self._kin_cpu_s
         return (RankState.GONE if LINUX else RankState.RUNNING), 0.0
 
     def last_words(self) -> Failed:
@@ -66,6 +68,11 @@ class Ward:
             words = self.failed
             return Failed(words.message, self.rank, exitcode, words.traceback, tail, words.kind)
         return Failed(f"engine rank {self.rank} {describe_exit(exitcode)}", self.rank, exitcode, None, tail)
+
+    def look_at_kin(self) -> None:
+        """Asks the system what the processes that it has started itself have used; too dear for every beat."""
+        if self.exitcode is None:
+            self._kin_cpu_s = kin_cpu_s(self._popen.pid)
 
     def ask_for_stacks(self) -> bool:
         """Has it write the stacks of all its threads to its stderr; False where it can't, since it is stopped or gone."""

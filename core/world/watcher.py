@@ -188,12 +188,14 @@ class Watcher:
     def _beat(self) -> None:
         self._loop.later(self._launch.beat_interval_s, self._beat)
         self._beats += 1
-        beat = beat_of(self._beats, self._wards, self._progress, time.monotonic())
+        now = time.monotonic()
+        self._hangs.look(now, self._liveness, self._alive())
+        beat = beat_of(self._beats, self._wards, self._progress, now)
         if RankState.GONE in beat.states:  # how it ended is worth more than that it did
             for ward in self._wards:
                 self._look_after(ward)
         self._news.beat(beat)
-        self._liveness.beat(beat, now := time.monotonic())
+        self._liveness.beat(beat, now)
         verdict = self._liveness.poll(now, path_ok_at=now)
         if self._ready and not self._leaving:
             self._hangs.note(self._liveness.hung, self._alive())

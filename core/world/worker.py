@@ -212,14 +212,14 @@ class Worker:
                 continue
             self._dirty[entry.outbox.session] = entry.outbox
             entry.outbox.rows.add(entry.client_id, output)
-            if output.error is not None:
-                self._budget.spend(output.error, self._clock())
             if output.finish_reason is not None or output.error is not None:
                 self._end(output.request_id, entry, output)
 
     def _end(self, request_id: int, entry: Entry, output: Output) -> None:
         """One sequence ended; an error, or the last sequence, ends the request."""
-        if output.error is None and entry.ended is not None:
+        if output.error is not None:
+            self._budget.spend(output.error, self._clock())
+        elif entry.ended is not None:
             entry.ended.add(output.index)
             if len(entry.ended) < entry.sequences:
                 return

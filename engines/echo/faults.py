@@ -3,6 +3,8 @@
 import ctypes
 import os
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterable
 from itertools import count
@@ -60,6 +62,11 @@ def _spin(fault: Fault) -> None:
         pass
 
 
+def _wait_for_child(fault: Fault) -> None:
+    burn = f"import time; end = time.monotonic() + {fault.seconds}\nwhile time.monotonic() < end: pass"
+    subprocess.run([sys.executable, "-c", burn], check=True)
+
+
 def _hold_gil(fault: Fault) -> None:
     # PyDLL, unlike CDLL, keeps the lock during the call.
     ctypes.PyDLL(None).usleep(ctypes.c_uint(int(fault.seconds * 1e6)))
@@ -73,5 +80,6 @@ _DEEDS: dict[str, Callable[[Fault], None]] = {
     "stop": lambda fault: os.kill(os.getpid(), signal.SIGSTOP),
     "hang": lambda fault: time.sleep(fault.seconds),
     "spin": _spin,
+    "wait_for_child": _wait_for_child,
     "hold_gil": _hold_gil,
 }

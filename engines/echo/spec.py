@@ -7,7 +7,7 @@ from msgspec import Struct
 from tllm_core.contracts.interfaces import EngineSpec
 
 FaultPoint = Literal["construct", "prepare", "start", "submit", "abort", "step", "control", "follow", "close"]
-FaultKind = Literal["raise", "request_error", "exit", "kill", "stop", "hang", "spin", "hold_gil"]
+FaultKind = Literal["raise", "request_error", "exit", "kill", "stop", "hang", "spin", "wait_for_child", "hold_gil"]
 
 
 class Fault(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -25,6 +25,7 @@ class Fault(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
       kill           the process sends itself `signal` (SIGKILL)
       stop           the process stops itself (SIGSTOP) until somebody continues it
       hang           the call blocks for `seconds` without using the CPU
+      wait_for_child the call waits for a process of its own that burns CPU for `seconds`, as for a compiler
       spin           the call burns CPU for `seconds`; other threads run
       hold_gil       the call holds the interpreter's lock for `seconds`; no other thread runs
 

@@ -1,4 +1,4 @@
-"""An engine that has work and does not get on with it is told by health, with its stacks; what is only slow is not taken for it."""
+"""An engine that has work and does not get on with it is told by health, with its stacks; what is only slow is not."""
 
 import os
 import re
@@ -134,10 +134,10 @@ def never_hung(executor: GenerationExecutor, seconds: float) -> None:
         time.sleep(0.05)
 
 
-@pytest.mark.parametrize("at", ["step", "submit"])
-def test_an_engine_that_computes_is_not_hung(spawned_ipc: Worlds, at: str) -> None:
-    """A long prefill, or the compiler at work: CPU time is used, and no step made."""
-    executor = spawned_ipc(faults=[fault("spin", SLOW_S, at)], settings=ENDED, **SLOW)
+@pytest.mark.parametrize(("do", "at"), [("spin", "step"), ("spin", "submit"), ("wait_for_child", "step")])
+def test_an_engine_that_computes_is_not_hung(spawned_ipc: Worlds, do: str, at: str) -> None:
+    """A long prefill, or a compiler at work, here or in a process of its own: CPU time is used, and no step made."""
+    executor = spawned_ipc(faults=[fault(do, SLOW_S, at)], settings=ENDED, **SLOW)
     result = executor.generate_async([5], SamplingParams(max_tokens=12))
     never_hung(executor, SLOW_S)
     assert result.result(DEADLINE_S).outputs[0].token_ids == expected_tokens([5], 12)

@@ -6,6 +6,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 
 import pytest
 
@@ -14,7 +15,7 @@ from tllm_core.contracts.messages import RankState
 from tllm_core.world.channel import Channel
 from tllm_core.world.deadlines import Deadlines
 from tllm_core.world.loop import Loop
-from tllm_core.world.process import identify, is_alive, read_stat, wait_gone
+from tllm_core.world.process import identify, is_alive, kin_cpu_s, read_stat, wait_gone
 from tllm_core.world.progress import Progress, create_shared
 from tllm_core.world.stderr import BACKLOG_BYTES, Relay, Tail
 
@@ -126,7 +127,8 @@ def iter_all(fd):
 def test_the_tail_keeps_the_end_and_notices_the_last_writer_go():
     reader, writer = os.pipe()
     sink = os.open(os.devnull, os.O_WRONLY)
-    tail = Tail(reader, Relay(sink))
+    relay = Relay(sink)
+    tail = Tail(reader, relay)
     os.write(writer, b"a" * 10_000 + "ünd Schluß".encode())
     tail.read()
     assert not tail.eof
@@ -136,6 +138,7 @@ def test_the_tail_keeps_the_end_and_notices_the_last_writer_go():
     assert tail.text().endswith("ünd Schluß")
     assert len(tail.text().encode()) == 8192
     tail.close()
+    relay.close(20)
     os.close(sink)
 
 
@@ -172,3 +175,18 @@ def test_a_process_is_told_from_a_later_one_of_the_same_pid_and_a_zombie_is_gone
     assert read_stat(child.pid).state is RankState.GONE
     child.wait()
     assert read_stat(child.pid) is None
+
+
+def test_what_children_and_their_children_compute_is_counted():
+    """While they run by `kin_cpu_s`, afterwards by the parent's own figures."""
+    burn = "import time\nend = time.process_time() + 0.3\nwhile time.process_time() < end: pass\n"
+    grandchild = f"import subprocess, sys\nsubprocess.run([sys.executable, '-c', {burn + 'input()'!r}])"
+    before = read_stat(os.getpid()).cpu_s
+    child = subprocess.Popen([sys.executable, "-c", grandchild], stdin=subprocess.PIPE)
+    deadline = time.monotonic() + 30
+    while kin_cpu_s(os.getpid()) < 0.3:
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    child.communicate(b"\n")
+    assert kin_cpu_s(os.getpid()) == 0
+    assert read_stat(os.getpid()).cpu_s - before >= 0.3
