@@ -7,6 +7,7 @@ import json
 import logging
 import os
 import secrets
+import shutil
 import signal
 import subprocess
 import sys
@@ -375,6 +376,40 @@ def test_a_server_that_is_not_there_is_an_error_that_says_where_and_what_to_do()
         assert "hidden" not in str(caught.value)
 
 
+def test_what_strangers_publish_on_the_subjects_harms_nobody(shared, lane):
+    engine, peer, frontend = lane(shared.url)
+    since = engine.state.since
+    base = f"tllm.{engine.address.engine}"
+    lane_base = f"{base}.{engine.address.generation:016x}"
+
+    async def publish():
+        client = await nats.connect(shared.url)
+        for subject in (
+            f"{base}.holder",
+            f"{lane_base}.up.zz",
+            f"{lane_base}.up.{'A' * 32}",
+            f"{lane_base}.up.{peer.hex()}",
+        ):
+            for payload in (b"", b"\xff\xff", b"\5", b"x" * 100):
+                await client.publish(subject, payload, reply="tllm.nobody")
+                await client.publish(subject, payload)
+        await client.close()
+
+    asyncio.run(publish())
+    frontend.send([b"still", b"here"])
+    assert received(engine, 7)[-1] == [b"still", b"here"]
+    engine.send(peer, [b"and here"])
+    assert received(frontend) == [[b"and here"]]
+    assert engine.state.since == since
+
+
+def test_the_servers_of_a_list_are_tried_in_turn(shared, lane):
+    engine, peer, frontend = lane(["nats://127.0.0.1:1", shared.url])
+    engine.send(peer, [b"x"])
+    assert received(frontend) == [[b"x"]]
+    assert engine.address.endpoints["url"] == f"nats://127.0.0.1:1,{shared.url}"
+
+
 # ------------------------------------------------------------------------------------------------ logins and secrets
 
 USERS = """
@@ -442,6 +477,51 @@ def test_a_login_that_is_taken_back_is_down_with_the_reason(opened):
 def test_a_secret_is_not_said_to_a_server_without_the_tls_that_was_asked_for(guarded):
     transport = NatsTransport(NatsSettings(url=guarded.url.replace("nats:", "tls:"), user="all", password="s3cret"))
     with pytest.raises(TransportError, match="TLS"):
+        transport.listen("e", 1)
+
+
+@pytest.fixture
+def certificate(tmp_path):
+    """A certificate for 127.0.0.1 and its key."""
+    if shutil.which("openssl") is None:
+        pytest.skip("no openssl to make a certificate with")
+    key, certificate = tmp_path / "key.pem", tmp_path / "certificate.pem"
+    command = [
+        "openssl",
+        "req",
+        "-x509",
+        "-newkey",
+        "ec",
+        "-pkeyopt",
+        "ec_paramgen_curve:P-256",
+        "-nodes",
+        "-days",
+        "2",
+    ]
+    files = ["-keyout", key, "-out", certificate, "-subj", "/CN=test", "-addext", "subjectAltName=IP:127.0.0.1"]
+    subprocess.run([*command, *files], check=True, capture_output=True)
+    return certificate, key
+
+
+def test_frames_cross_over_tls_and_an_unknown_authority_is_refused(certificate, lane, opened):
+    config = 'tls {{ cert_file: "{}", key_file: "{}" }}'.format(*certificate)
+    with nats_server(config=config) as server:
+        engine, peer, frontend = lane(server.url, tls_ca_file=str(certificate[0]))
+        engine.send(peer, [b"x" * 500_000])
+        assert received(frontend) == [[b"x" * 500_000]]
+        server.restart()
+        until(lambda: frontend.state.up and engine.state.up)
+        frontend.send([b"again"])
+        assert received(engine) == [[b"again"]]
+        with pytest.raises(TransportError, match=r"(?i)certificate"):
+            NatsTransport(NatsSettings(url=server.url, connect_timeout_s=60)).listen("e", 1)
+        for port in (frontend, engine):
+            port.close()
+
+
+def test_tls_files_that_are_not_there_are_an_error_at_once():
+    transport = NatsTransport(NatsSettings(tls_ca_file="/nowhere/ca.pem", connect_timeout_s=60))
+    with pytest.raises(TransportError, match="TLS files"):
         transport.listen("e", 1)
 
 

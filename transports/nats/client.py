@@ -149,8 +149,8 @@ class Connection:
         if isinstance(error, nats.errors.SlowConsumerError):
             self._dropped()
             return
-        self._errors.append(error)
-        if self.client.is_connected and not self.lost.done():
+        self._errors = [error]
+        if isinstance(error, DEAF) and self.client.is_connected and not self.lost.done():
             self.lost.set_result(self.as_lost(error))
 
     async def _on_closed(self) -> None:
@@ -159,6 +159,8 @@ class Connection:
 
     def as_lost(self, error: BaseException) -> Lost:
         """The error in words that say where and what to do."""
+        if isinstance(error, Lost):
+            return error
         if isinstance(error, nats.errors.NoServersError) and self._errors:
             error = self._errors[-1]
         words = str(error).removeprefix("nats: ").strip("' ")

@@ -66,6 +66,7 @@ class ConnectedPort:
         self._inbox = Inbox(settings.receive_queue_bytes)
         self._state = PortState(False, "not connected yet", time.monotonic())
         self._path_ok_at = time.monotonic()
+        self._connection: Connection | None = None
         self._opened = threading.Event()
         self._refused = ""
         self._closed = False
@@ -101,7 +102,7 @@ class ConnectedPort:
     def receive(self, timeout: float | None) -> list[Frame]:
         blocks, dropped = self._inbox.take(timeout)
         if dropped:
-            log.warning("nats: received more than was read (receive_queue_bytes); what was dropped will be sent again")
+            log.debug("nats: received more than was read (receive_queue_bytes); what was dropped will be sent again")
             with self._lock:
                 if self._state.up:
                     self._state = PortState(True, since=time.monotonic())
@@ -139,15 +140,18 @@ class ConnectedPort:
                 f"a frame of {size} bytes is over the limit of {self.max_frame} (max_payload of the server)"
             )
         block = pack(frame, sizes)
-        settings = self._settings
         with self._lock:
             self._check_up()
-            if len(self._queue) >= settings.send_queue_frames or self._queued_bytes + size > settings.send_queue_bytes:
+            if self._queue and not self._has_room(len(block)):
                 raise PortFull("the nats server is too far behind (send_queue_frames, send_queue_bytes)")
             self._queue.append((subject, block))
             self._queued_bytes += len(block)
             if len(self._queue) == 1:
                 self._loop.call_soon_threadsafe(self._pending.set)
+
+    def _has_room(self, size: int) -> bool:
+        settings = self._settings
+        return len(self._queue) < settings.send_queue_frames and self._queued_bytes + size <= settings.send_queue_bytes
 
     def _check_open(self) -> None:
         if self._closed:
@@ -177,6 +181,7 @@ class ConnectedPort:
     async def _serve(self) -> None:
         serving = asyncio.create_task(self._connect_for_ever())
         await self._closing.wait()
+        await self._linger()
         await end({serving})
         await end({task for task in asyncio.all_tasks() if task is not asyncio.current_task()})
 
@@ -184,15 +189,15 @@ class ConnectedPort:
         pause = self._settings.reconnect_s
         for url in itertools.cycle(self._urls):
             connection = Connection(self._settings, url, self._subjects.prefix, self._inbox.dropped)
+            self._connection = connection
             try:
                 await self._use(connection)
-            except (Lost, *DEAF) as error:
+            except Exception as error:  # whatever a client library comes up with, the port goes on
+                if not isinstance(error, (Lost, *DEAF)):
+                    log.exception("nats: not expected of %s", connection.url)
                 if self._state.up:
                     pause = self._settings.reconnect_s
-                self._went_down(error if isinstance(error, Lost) else connection.as_lost(error))
-            except asyncio.CancelledError:
-                await self._linger(connection)
-                raise
+                self._went_down(connection.as_lost(error))
             finally:
                 await connection.close()
             await asyncio.sleep(pause)
@@ -209,7 +214,7 @@ class ConnectedPort:
             raise connection.lost.result()
         for task in tasks:
             if task in done and (error := task.exception()) is not None:
-                raise error if isinstance(error, Lost) else connection.as_lost(error)
+                raise error
 
     async def _work(self, connection: Connection) -> None:
         await self._enter(connection)
@@ -268,9 +273,10 @@ class ConnectedPort:
         if echo is not None and not echo.done():
             echo.set_result(None)
 
-    async def _linger(self, connection: Connection) -> None:
+    async def _linger(self) -> None:
         """Publishes what was taken, and sees that the server has it: a close right after could still lose it."""
-        if connection.lost.done() or not connection.client.is_connected:
+        connection = self._connection
+        if connection is None or connection.lost.done() or not connection.client.is_connected:
             return
         with contextlib.suppress(*DEAF):
             await within(self._settings.linger_s, self._finish(connection))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import re
 import secrets
 from collections.abc import Sequence
 
@@ -26,6 +27,7 @@ NOBODY = bytes(16)
 
 ASK = b""
 """On an engine's subject, with a reply subject: is anybody there?"""
+PEER = re.compile("[0-9a-f]{32}")
 LEFT = b"\xff"
 """The last of a frontend. Neither of the two is a packed frame."""
 
@@ -88,17 +90,18 @@ class NatsEnginePort(ConnectedPort, EnginePort):
         if message.data == self._claim:
             return
         if self._holds or self._claim < message.data:
-            await message.respond(ASK)
+            await _answer(message)
         else:
             self._outbid = True
 
     async def _on_up(self, message: Msg) -> None:
         block = message.data
         if block == ASK:
-            if message.reply:
-                await message.respond(ASK)
+            await _answer(message)
             return
-        peer = bytes.fromhex(message.subject.rpartition(".")[2])
+        peer = _peer_of(message.subject)
+        if peer is None:
+            return
         if block == LEFT:
             self._peers.pop(peer, None)
             return
@@ -141,3 +144,15 @@ class NatsFrontendPort(ConnectedPort, FrontendPort):
 
     async def _on_down(self, message: Msg) -> None:
         self._inbox.put(message.data)
+
+
+async def _answer(message: Msg) -> None:
+    with contextlib.suppress(nats.errors.BadSubjectError):
+        if message.reply:
+            await message.respond(ASK)
+
+
+def _peer_of(subject: str) -> PeerId | None:
+    """None where a stranger made the subject up."""
+    token = subject.rpartition(".")[2]
+    return bytes.fromhex(token) if PEER.fullmatch(token) else None
