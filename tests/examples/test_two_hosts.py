@@ -35,6 +35,15 @@ def test_every_command_does_what_the_page_says(walk: WalkThrough) -> None:
     assert walk.worker.popen.poll() is None
 
 
+def test_the_tls_part_of_the_page_works(walk: WalkThrough) -> None:
+    walk.use_tls()
+    walk.start()
+    assert answers(walk)
+    stranger = walk.frontend.start(f"unset TLLM_TRANSPORT__{walk.transport.upper()}__TLS_CA_FILE; tllm check")
+    stranger.until("certificate verify failed")
+    assert stranger.wait() == 1
+
+
 def test_a_cut_cable_delays_a_stream_and_changes_nothing_else(network: Network, walk: WalkThrough) -> None:
     walk.start()
     stream = walk.stream()
@@ -50,7 +59,7 @@ def test_a_cut_cable_delays_a_stream_and_changes_nothing_else(network: Network, 
 def test_a_broker_that_is_killed_and_started_again_changes_nothing(walk: WalkThrough) -> None:
     walk.start()
     stream = walk.stream(80)
-    walk.broker.run("kill -9 $(pgrep -x '(nats|valkey)-server')")
+    walk.broker.run("kill -9 $(pgrep -x '(nats|valkey|redis)-server')")
     assert walk.server is not None
     walk.server.wait()
     walk.restart_broker()
