@@ -19,7 +19,7 @@ from tllm_core.contracts.interfaces import Frame
 from tllm_core.errors import FrameTooLarge, PortClosed, PortDown, PortFull
 from tllm_core.transports.redis.connection import LOST, Command, Connection, in_words
 from tllm_core.transports.redis.entries import EntryIds, after
-from tllm_core.transports.redis.outgoing import Entry, Stream, due, measured
+from tllm_core.transports.redis.outgoing import BATCH_ENTRIES, Entry, Stream, due, measured
 from tllm_core.transports.redis.path import WRITE, Path
 from tllm_core.transports.redis.settings import RedisSettings
 
@@ -55,13 +55,15 @@ class Writer:
         self.ids = EntryIds()
         self._changed = threading.Condition()
         self._ready: dict[bytes, Stream] = {}
+        self._stalled: dict[bytes, Stream] = {}
         self._streams: dict[bytes, Stream] = {}
         self._trims: dict[bytes, bytes] = {}
         self._untrimmed = 0
         self._later: list[Command] = []
         self._flight: list[Entry] = []
+        self._fit = BATCH_ENTRIES
         self._connection: Connection | None = None
-        self._beat_at = self._again_at = 0.0
+        self._beat_at = self._again_at = self._poll_at = 0.0
         self._asked_at = self._doubted_at = 0.0
         self._closes_at: float | None = None
         self._thread = threading.Thread(target=self._run, name="tllm-redis-write", daemon=True)
@@ -92,8 +94,10 @@ class Writer:
             ):
                 raise PortFull("the server or the peer is too far behind (queue_frames, queue_bytes)")
             stream.add(fields, size)
-            self._streams[stream.key] = self._ready[stream.key] = stream
-            self._changed.notify()
+            self._streams[stream.key] = stream
+            if stream.key not in self._stalled:
+                self._ready[stream.key] = stream
+                self._changed.notify()
 
     def trim(self, key: bytes, last: bytes, count: int) -> None:
         """`count` more entries of the stream were read, up to `last`: they may go."""
@@ -114,6 +118,7 @@ class Writer:
         with self._changed:
             self._streams.pop(stream.key, None)
             self._ready.pop(stream.key, None)
+            self._stalled.pop(stream.key, None)
             stream.gone = True
             stream.clear()
 
@@ -170,7 +175,7 @@ class Writer:
             return False
         if self._connection is None or time.monotonic() >= closes_at:
             return True
-        if self._flight or self._ready or self._later:
+        if self._flight or self._ready or self._stalled or self._later:
             return False
         with contextlib.suppress(*LOST):  # what is left goes when its time to live is over
             self._farewell(self._connection)
@@ -221,6 +226,7 @@ class Writer:
                 stream.clear()
                 stream.made, stream.length = False, 0
             self._ready.clear()
+            self._stalled.clear()
             self._later.clear()
 
     def _wait(self) -> None:
@@ -236,10 +242,12 @@ class Writer:
                 until = min(self._beat_at, self._asked_at + PROOF_S)
                 if self._flight or self._ready:
                     until = min(until, self._again_at)
+                if self._stalled:
+                    until = min(until, self._poll_at)
                 if until <= now:
                     return
                 self._changed.wait(until - now)
-            self._changed.wait(self._pause_s())
+            self._changed.wait(RETRY_S if self._stalled else self._pause_s())
 
     @property
     def _trim_every(self) -> int:
@@ -248,7 +256,7 @@ class Writer:
     def _write(self, connection: Connection) -> None:
         """One exchange with the server: the next entries, what was read, how far the readers are; or a PING."""
         asked, extra = self._take()
-        entries = self._flight
+        entries = self._flight[: self._fit]
         commands: list[Command] = []
         if entries:
             commands += [("MULTI",), *(entry.command() for entry in entries), ("EXEC",)]
@@ -269,6 +277,9 @@ class Writer:
         """Which streams it is about, and what else is to be done; moves the next entries into flight."""
         with self._changed:
             asked = list(self._ready.values())
+            if self._stalled and (self._closes_at is not None or time.monotonic() >= self._poll_at):
+                asked += self._stalled.values()
+                self._stalled.clear()
             self._flight = [entry for entry in self._flight if not entry.stream.gone]
             if not self._flight:
                 batch = due(asked, self._settings.queue_frames)
@@ -284,13 +295,15 @@ class Writer:
 
     def _requeue(self, asked: Sequence[Stream]) -> None:
         """Streams that still have entries come again: at once, or in a while where their readers are behind."""
-        limit = self._settings.queue_frames
+        again_at = time.monotonic() + RETRY_S
         with self._changed:
             for stream in asked:
-                if stream.queue and stream.key in self._streams:
-                    self._ready[stream.key] = stream
-            if self._flight or (self._ready and all(stream.length >= limit for stream in self._ready.values())):
-                self._again_at = time.monotonic() + RETRY_S
+                if stream.queue and not stream.gone:
+                    has_room = stream.length < self._settings.queue_frames
+                    (self._ready if has_room else self._stalled)[stream.key] = stream
+                    self._poll_at = again_at
+            if self._flight:
+                self._again_at = again_at
 
     def _exchange(self, connection: Connection, commands: Sequence[Command]) -> list[Any]:
         sent_at = time.monotonic()
@@ -309,13 +322,16 @@ class Writer:
         results = replies[-1]
         if not isinstance(results, list):
             if any(isinstance(reply, OutOfMemoryError) for reply in replies):
+                self._fit = max(1, len(entries) // 2)  # the transaction itself takes memory too
                 return
             raise next(reply for reply in replies if isinstance(reply, Exception))
-        self._flight = [
+        self._fit = min(BATCH_ENTRIES, self._fit * 2)
+        left = [
             entry
             for entry, result in zip(entries, results, strict=True)
             if not self._is_written(connection, entry, result)
         ]
+        self._flight = left + self._flight[len(entries) :]
 
     def _is_written(self, connection: Connection, entry: Entry, result: Any) -> bool:
         stream = entry.stream
