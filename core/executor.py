@@ -18,6 +18,7 @@ from tllm_core.contracts.messages import (
     EngineInfo,
     GenerationRequest,
     IterationStats,
+    KvEvents,
     Plain,
     TokenIds,
 )
@@ -49,6 +50,7 @@ class GenerationExecutor:
         self._pid = frontend.pid
         self.info = info
         self._ticket: AttachFile | None = None
+        self._kv_cursor = 0
         self._checks = Checks(info)
         frontend.start()
         _LIVE.add(frontend)
@@ -302,7 +304,28 @@ class GenerationExecutor:
         return msgspec.convert(self.control("stats", timeout=timeout)[0], IterationStats)
 
     async def astats(self) -> IterationStats:
+        """As `stats`, for coroutines."""
         return msgspec.convert((await self.acontrol("stats"))[0], IterationStats)
+
+    def kv_events(self, since: int | None = None, timeout: float | None = 10.0) -> KvEvents:
+        """What became of the engine's KV blocks since this executor's last call, or from event number `since` on.
+
+        The engine keeps a bounded number of events for all frontends: each one reads all of them, and hears in `dropped` of
+        those that it came too late for. Raises ControlError where the engine has none, and what `control` raises.
+        """
+        cursor = self._kv_cursor if since is None else since
+        return self._took(self.control("kv_events", cursor, timeout=timeout), since)
+
+    async def akv_events(self, since: int | None = None) -> KvEvents:
+        """As `kv_events`, for coroutines."""
+        cursor = self._kv_cursor if since is None else since
+        return self._took(await self.acontrol("kv_events", cursor), since)
+
+    def _took(self, values: list[Plain], since: int | None) -> KvEvents:
+        events = msgspec.convert(values[0], KvEvents)
+        if since is None:
+            self._kv_cursor = events.next
+        return events
 
     def health(self) -> Health:
         """What is known now: alive, reachable, getting on. Never raises or blocks; see `Health` for what each field means."""
@@ -335,6 +358,15 @@ class GenerationExecutor:
         }
 
     # ---------------------------------------------------------------------------------------------------- the end
+
+    def pre_shutdown(self) -> None:
+        """From now on `submit` raises ExecutorClosedError; what runs goes on, and control calls work, until `shutdown`.
+
+        For servers, before they wait for their requests. Never blocks or raises, also in a signal handler; may be called
+        twice, from any thread and after the end.
+        """
+        if os.getpid() == self._pid:
+            self._frontend.leave()
 
     def shutdown(self, timeout: float | None = None) -> None:
         """Ends pending requests with ExecutorClosedError and the engine world within `timeout` seconds (180 by default, 5 for

@@ -84,7 +84,7 @@ class Frontend:
         self._verdict: TllmError | None = None
         self.pid = os.getpid()
         self._room_waiters: list[ThreadWaiter] = []
-        self._close_requested = False
+        self._close_requested = self._leaving = False
         self._closing = threading.Event()
         self._close_lock = threading.Lock()
         self._closed = threading.Event()
@@ -103,6 +103,9 @@ class Frontend:
 
     def submit(self, request: GenerationRequest) -> Mailbox:
         """Registers, then sends; a send that fails takes the registration back. Never blocks."""
+        if self._leaving:
+            self._raise_closed()
+            raise ExecutorClosedError("the executor is shutting down: it takes no new requests")
         client_id = self._ids.draw()
         box = self.ledger.register(client_id, request.sampling.n)
         try:
@@ -333,6 +336,10 @@ class Frontend:
         if not self.world.stop(max(budget, 0.0)):
             log.warning("the engine world did not stop within its bound and is killed")
         self.world.kill()
+
+    def leave(self) -> None:
+        """From now on new requests are refused. Only sets a flag: signal handlers and finalizers run inside any lock."""
+        self._leaving = True
 
     def close_soon(self) -> None:
         """Has the receive thread begin the end within a tick; only sets a flag, since finalizers run inside any lock."""

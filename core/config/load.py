@@ -34,6 +34,8 @@ TABLES: dict[str, type[Struct]] = {
     "ledger": LedgerSettings,
     "attach": AttachSettings,
 }
+DEFAULTS = Settings()
+IMPLIED = ("default, as the launcher is inline", "default, as the transport is inproc")
 CHOSEN = "options"
 """The table that stands for the chosen plugin's own, whatever its name: `[engine.options]`, `--set engine.options.x=1`."""
 
@@ -72,6 +74,9 @@ def _build(layers: Sequence[Layer], registry: Registry) -> Settings:
     for layer in layers:
         overlay(merged, _with_chosen_named(layer, names))
     sections: dict[str, Any] = {name: _choice(merged, name, names[name].value, registry) for name in CHOICES}
+    # The very object of the defaults is what nobody chose; an equal one that a program made is a choice.
+    usual = {name: getattr(DEFAULTS, name) for name in CHOICES}
+    sections |= {name: usual[name] for name in CHOICES if not names[name].origin and sections[name] == usual[name]}
     sections |= {name: _table(merged, name, registry) for name in (*TABLES, "plugins")}
     origins = {".".join(path): value.origin for path, value in merged.items()}
     origins |= {f"{section}.name": name.origin for section, name in names.items() if name.value and name.origin}
@@ -105,10 +110,10 @@ def _implied(transport: str | None, launcher: str | None) -> dict[str, Value]:
     implied = {}
     if transport is None:
         inline = launcher == "inline"
-        implied["transport"] = Value("inproc", "default, as the launcher is inline") if inline else Value("zmq", "")
+        implied["transport"] = Value("inproc", IMPLIED[0]) if inline else Value("zmq", "")
     if launcher is None:
         inproc = transport == "inproc"
-        implied["launcher"] = Value("inline", "default, as the transport is inproc") if inproc else Value("spawn", "")
+        implied["launcher"] = Value("inline", IMPLIED[1]) if inproc else Value("spawn", "")
     return implied
 
 
@@ -207,11 +212,17 @@ class _Anything(Struct):
     """Accepts any keys: a plugin checks its own options."""
 
 
+def _is_choice(section: str, choice: EngineChoice | Choice, settings: Settings) -> bool:
+    """Somebody chose it, be it what is the default as well; what followed from another choice may follow from a new one."""
+    origin = settings.origins.get(f"{section}.name")
+    return choice is not getattr(DEFAULTS, section) if origin is None else origin not in IMPLIED
+
+
 def _layer_of(settings: Settings) -> Layer:
     layer: Layer = {}
     for section in CHOICES:
         choice = getattr(settings, section)
-        if f"{section}.name" in settings.origins or choice != getattr(Settings(), section):
+        if _is_choice(section, choice, settings):
             layer[section, "name"] = Value(choice.name, "")
             layer |= {(section, str(choice.name), *path): value for path, value in flatten(choice.options, "").items()}
     for section in TABLES:

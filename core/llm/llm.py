@@ -13,7 +13,7 @@ import msgspec
 from tllm_core.checks import default_sampling
 from tllm_core.config import Settings, load_settings
 from tllm_core.contracts.messages import GenerationRequest, TokenIds
-from tllm_core.errors import ConfigError, Overloaded, RequestError
+from tllm_core.errors import ConfigError, ExecutorClosedError, Overloaded, RequestError
 from tllm_core.executor import GenerationExecutor
 from tllm_core.llm.crowd import Crowd
 from tllm_core.llm.output import RequestOutput
@@ -37,7 +37,8 @@ class LLM:
     model: a path, else a name of the catalogue, else a hub id; the engine resolves it. engine: "tp" where neither this nor
     the config chooses one; `engine_options` are its options. tokenizer: a path, hub id or tokenizer to use instead of the
     engine's own. executor: one that runs already, and is not shut down with this; nothing that starts one may be given
-    besides. Raises what GenerationExecutor.create raises, and ModelError for a tokenizer that can't be loaded.
+    besides. Where the config sets `[attach] file`, this is a frontend of that engine, which stays when it ends; then nothing
+    that starts one may be given either. Raises what GenerationExecutor.create (or attach) raises, and ModelError for a tokenizer that can't be loaded.
     """
 
     def __init__(
@@ -67,7 +68,7 @@ class LLM:
             "launcher_options": launcher_options,
             "on_phase": on_phase,
         }
-        self._owned = executor is None
+        self._owned, self._leaving = executor is None, False
         self.executor = _start(start) if executor is None else _borrow(executor, start)
         try:
             source = self.executor.info.tokenizer if tokenizer is None else tokenizer
@@ -138,6 +139,8 @@ class LLM:
     def _submit(
         self, prompt: str | None, ids: TokenIds, sampling_params: Params, streaming: bool, options: Mapping[str, Any]
     ) -> RequestOutput:
+        if self._leaving and not self._owned:
+            raise ExecutorClosedError("this LLM is shutting down: it takes no new requests")
         params = default_sampling(self.executor.info, sampling_params)
         params.check()
         check_options(options)
@@ -233,6 +236,15 @@ class LLM:
 
     # ----------------------------------------------------------------------------------------------------- the end
 
+    def pre_shutdown(self) -> None:
+        """From now on this LLM takes no new requests; what runs goes on. Never blocks or raises, also in a signal handler.
+
+        An executor that was given goes on for others.
+        """
+        self._leaving = True
+        if self._owned:
+            self.executor.pre_shutdown()
+
     def shutdown(self, timeout: float | None = None) -> None:
         """Shuts the executor down, within `timeout` seconds, unless it was given. Idempotent, from any thread."""
         if self._owned:
@@ -251,10 +263,24 @@ class LLM:
 
 
 def _start(options: Mapping[str, Any]) -> GenerationExecutor:
+    settings = load_settings(options["config"])
+    if settings.attach.file is not None:
+        return _attach(settings.attach.file, options)
     engine = options["engine"]
-    if engine is None and load_settings(options["config"]).engine.name is None:
+    if engine is None and settings.engine.name is None:
         engine = DEFAULT_ENGINE
     return GenerationExecutor.create(**{**options, "engine": engine})
+
+
+def _attach(file: str, options: Mapping[str, Any]) -> GenerationExecutor:
+    """The engine runs already; only how its frames get here can still be chosen."""
+    own = ("config", "transport_options", "on_phase")
+    given = sorted(name for name, value in options.items() if value is not None and name not in own)
+    if given:
+        raise ConfigError(
+            f"attach.file is set ({file}), so {', '.join(given)} can't be chosen: that engine runs already"
+        )
+    return GenerationExecutor.attach(config=options["config"], transport_options=options["transport_options"])
 
 
 def _borrow(executor: GenerationExecutor, options: Mapping[str, Any]) -> GenerationExecutor:

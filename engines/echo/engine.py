@@ -212,10 +212,19 @@ class EchoEngine(Engine):
     def control(self, method: str, args: Sequence[Plain], ranks: Sequence[int] | None) -> Sequence[Plain]:
         self._faults.strike("control")
         asked = range(self.settings.world_size) if ranks is None else ranks
-        value = _CONTROLS[method](self, *args)
+        value = self._call(method, args)
         return [value for _ in asked]
 
+    def _call(self, method: str, args: Sequence[Plain]) -> Plain:
+        try:
+            return _CONTROLS[method](self, *args)
+        except TypeError as error:
+            if error.__traceback__ is not None and error.__traceback__.tb_next is None:
+                raise ControlError(f"{method} does not take these arguments: {list(args)!r}") from None
+            raise
+
     def stats(self) -> IterationStats:
+        self._stats.extra = {"paused": self.paused}
         self._stats.waiting = len(self._waiting)
         self._stats.running = len(self._live) - len(self._waiting)
         return self._stats
@@ -242,12 +251,13 @@ class EchoEngine(Engine):
     def _fail(self, message: str = "asked to fail") -> Plain:
         raise ControlError(message)
 
-    def _pause(self, paused: bool = True) -> Plain:
-        self.paused = paused
+    def _pause(self) -> Plain:
+        self.paused = True
         return None
 
     def _resume(self) -> Plain:
-        return self._pause(False)
+        self.paused = False
+        return None
 
 
 _CONTROLS: dict[str, Callable[..., Plain]] = {

@@ -1,18 +1,115 @@
 """The end: from anywhere, at any time, within its bound, and nothing is left (which the `trace` of every test checks)."""
 
+import gc
 import os
 import signal
 import threading
 import time
+from pathlib import Path
 
 import pytest
 
 from tests.faults.conftest import DEADLINE_S, LONG, SLOW, Trace, Worlds, until
-from tllm_core import EngineDeadError, ExecutorClosedError, GenerationResult, Overloaded
+from tllm_core import (
+    EngineDeadError,
+    ExecutorClosedError,
+    GenerationExecutor,
+    GenerationResult,
+    Overloaded,
+    SamplingParams,
+)
 from tllm_core.engines.echo import expected_tokens
 
 THREADS = 32
 DEAD_BOUND_S = 5.0
+
+
+def test_before_the_end_new_requests_are_refused_and_old_ones_go_on(anywhere: Worlds) -> None:
+    executor = anywhere(**SLOW)
+    result = executor.generate_async([1], SamplingParams(max_tokens=20))
+    executor.pre_shutdown()
+    executor.pre_shutdown()
+    for _ in range(2):
+        with pytest.raises(ExecutorClosedError, match="is shutting down: it takes no new requests"):
+            executor.generate_async([2])
+    stats = executor.stats()
+    assert stats.running + stats.waiting == 1
+    assert result.result(DEADLINE_S).outputs[0].token_ids == expected_tokens([1], 20)
+    assert executor.health().in_flight == 0
+    executor.shutdown(20)
+    executor.pre_shutdown()
+    with pytest.raises(ExecutorClosedError, match="was shut down"):
+        executor.generate_async([2])
+
+
+def test_one_frontend_that_leaves_keeps_no_other_from_submitting(spawned_ipc: Worlds, tmp_path: Path) -> None:
+    owner = spawned_ipc()
+    owner.write_attach_file(tmp_path / "engine.json")
+    with GenerationExecutor.attach(tmp_path / "engine.json") as attached:
+        attached.pre_shutdown()
+        assert owner.generate([1], SamplingParams(max_tokens=2)).finished  # type: ignore[union-attr]
+        with pytest.raises(ExecutorClosedError):
+            attached.generate([1])
+
+
+def test_a_signal_handler_and_a_finalizer_may_announce_the_end(spawned_ipc: Worlds) -> None:
+    """The handler runs on this thread while `submit` holds its locks, thousands of times over."""
+    executor = spawned_ipc()
+
+    class Finalized:
+        def __del__(self) -> None:
+            executor.pre_shutdown()
+
+    def announce(number: int, frame: object) -> None:
+        cycle: list[object] = [Finalized()]
+        cycle.append(cycle)
+        del cycle
+        gc.collect()
+        calls.append(executor.pre_shutdown())
+
+    calls: list[None] = []
+    before = signal.signal(signal.SIGALRM, announce)
+    signal.setitimer(signal.ITIMER_REAL, 0.02, 0.001)
+    try:
+        results = []
+        with pytest.raises(ExecutorClosedError, match="is shutting down"):  # noqa: PT012
+            while True:
+                try:
+                    results.append(executor.generate_async([1], SamplingParams(max_tokens=2)))
+                except Overloaded:
+                    executor.wait_for_room()
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    assert calls
+    for result in results:
+        assert result.result(DEADLINE_S).outputs[0].token_ids == expected_tokens([1], 2)
+
+
+def test_after_the_death_the_death_is_what_is_told(spawned_ipc: Worlds) -> None:
+    executor = spawned_ipc(**SLOW)
+    result = executor.generate_async([1], LONG)
+    executor.pre_shutdown()
+    os.kill(executor.health().ranks[0].pid, signal.SIGKILL)
+    with pytest.raises(EngineDeadError):
+        result.result(DEADLINE_S)
+    executor.pre_shutdown()
+    with pytest.raises(EngineDeadError):
+        executor.generate_async([1])
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_a_forked_child_announces_nothing(spawned_ipc: Worlds) -> None:
+    executor = spawned_ipc()
+    child = os.fork()
+    if child == 0:
+        try:
+            executor.pre_shutdown()
+            os._exit(executor._frontend._leaving)
+        finally:
+            os._exit(9)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert executor.generate([1], SamplingParams(max_tokens=2)).finished  # type: ignore[union-attr]
 
 
 def test_an_exception_in_the_with_block_is_the_one_that_is_raised(anywhere: Worlds) -> None:
