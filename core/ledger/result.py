@@ -113,7 +113,9 @@ class GenerationResult:
 
     Any number of `result()`, `aresult()` and `await` may wait for the end; one consumer at a time may iterate, sync or
     async, and gets this same object after each update, with everything that has accumulated since. Errors are raised after
-    what had arrived before them, and again each time. Losing the last reference, or leaving `with result:`, aborts.
+    what had arrived before them, and again each time. Losing the last reference, or leaving `with result:`, aborts; who
+    only stops iterating, by `break` or because its task was cancelled, has ended nothing while anybody holds the result, nor
+    does a `result()` or `await` that is given up.
     """
 
     def __init__(

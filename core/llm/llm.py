@@ -37,8 +37,9 @@ class LLM:
     model: a path, else a name of the catalogue, else a hub id; the engine resolves it. engine: "tp" where neither this nor
     the config chooses one; `engine_options` are its options. tokenizer: a path, hub id or tokenizer to use instead of the
     engine's own. executor: one that runs already, and is not shut down with this; nothing that starts one may be given
-    besides. Where the config sets `[attach] file`, this is a frontend of that engine, which stays when it ends; then nothing
-    that starts one may be given either. Raises what GenerationExecutor.create (or attach) raises, and ModelError for a tokenizer that can't be loaded.
+    besides. Where the config sets `[attach] file`, this is a frontend of that engine, which outlives it, and nothing that
+    starts one may be given either. Raises what GenerationExecutor.create or attach raises, and ModelError for a tokenizer
+    that can't be loaded.
     """
 
     def __init__(
