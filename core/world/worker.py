@@ -182,7 +182,8 @@ class Worker:
     def _step(self) -> None:
         self._woken = False
         step = self._engine.step()
-        self._steps += 1
+        if step.outputs or step.again:  # else it was only asked, as after every command, and had nothing to do
+            self._steps += 1
         self._again = step.again
         if len(self._outboxes) != 1 or not self._collect_whole(step.outputs):
             self._collect(step.outputs)

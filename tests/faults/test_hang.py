@@ -5,6 +5,7 @@ import re
 import signal
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -175,6 +176,62 @@ def test_an_engine_that_hangs_in_its_first_submit_is_hung(spawned_ipc: Worlds) -
     executor = spawned_ipc(faults=[fault("hang", 600, at="submit")], settings=ENDED)
     with pytest.raises(EngineDeadError, match=HUNG):
         executor.generate([1], LONG)
+
+
+SLEEPY = """
+from msgspec import Struct
+from tllm_core.contracts.interfaces import Engine, EngineSpec
+from tllm_core.contracts.messages import EngineInfo, Step
+
+class Settings(Struct):
+    pass
+
+SPEC = EngineSpec(name="sleepy", settings_type=Settings, load="sleepy_engine:Sleepy")
+
+class Sleepy(Engine):
+    def start(self, context): return EngineInfo(model="sleepy")
+    def submit(self, request): pass
+    def abort(self, request_id): pass
+    def step(self): return Step((), False)
+"""
+
+
+def test_an_engine_that_never_asks_to_be_woken_is_hung_whoever_asks_for_its_stats(
+    spawned_ipc: Worlds, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As one with a thread of its own, which has died: its loop answers, and does not get on."""
+    (tmp_path / "sleepy_engine.py").write_text(SLEEPY)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    executor = spawned_ipc("sleepy_engine:SPEC", settings=SOON)
+    result = executor.generate_async([1], LONG)
+
+    def hung() -> bool:
+        assert executor.stats().steps == 0
+        time.sleep(0.1)
+        return executor.health().hung is not None
+
+    until(hung, "the hang is told")
+    result.abort()
+    until(executor.check_health, "without work there is no hang")
+
+
+def test_an_attached_frontend_hears_of_a_hang_and_of_its_end(spawned: Worlds, tmp_path: Path) -> None:
+    owner = spawned(faults=[fault("hang", 600)], settings=ENDED | {"liveness.hang_after_s": 2.0}, **SLOW)
+    owner.write_attach_file(tmp_path / "engine.json")
+    other = GenerationExecutor.attach(tmp_path / "engine.json")
+    try:
+        result = other.generate_async([1], LONG)
+        ages: list[float] = []
+        until(
+            lambda: bool(ages.append(other.health().last_step_age_s or 0.0) or max(ages) > 0.5),
+            "the step's age is seen",
+        )
+        with pytest.raises(EngineDeadError, match=HUNG) as caught:
+            result.result(DEADLINE_S)
+        assert " in strike\n" in str(caught.value)
+        assert (other.health().state, owner.health().state) == ("dead", "dead")
+    finally:
+        other.shutdown(20)
 
 
 def test_a_model_that_loads_is_not_hung(spawned_ipc: Worlds) -> None:
