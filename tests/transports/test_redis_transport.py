@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import json
 import os
 import secrets
 import signal
@@ -13,16 +14,19 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import Any
 
 import pytest
 import redis
 
+from tllm_core import GenerationExecutor, SamplingParams
 from tllm_core.config.shown import masked
 from tllm_core.conformance.broker import BrokerProcess
 from tllm_core.conformance.proxy import CutProxy
 from tllm_core.contracts.interfaces import EngineAddress, EnginePort, FrontendPort, PeerId, Port
-from tllm_core.errors import ConfigError, FrameTooLarge, PortClosed, PortDown, PortFull, TransportError
+from tllm_core.engines.echo import expected_tokens
+from tllm_core.errors import ConfigError, EngineDeadError, FrameTooLarge, PortClosed, PortDown, PortFull, TransportError
 from tllm_core.transports.redis import RedisSettings, RedisTransport
 from tllm_core.transports.redis.keys import Keys
 from tllm_core.transports.redis.server import check_server
@@ -32,11 +36,24 @@ PATIENCE_S = 20.0
 MakeServer = Callable[..., AbstractContextManager[BrokerProcess]]
 
 
-@pytest.fixture
-def server(redis_server: MakeServer) -> Iterator[BrokerProcess]:
-    """A server of this test's own."""
+@pytest.fixture(scope="module")
+def shared_server(redis_server: MakeServer) -> Iterator[BrokerProcess]:
     with redis_server() as process:
         yield process
+
+
+@pytest.fixture
+def server(shared_server: BrokerProcess) -> Iterator[BrokerProcess]:
+    """A server that runs, holds nothing, and may be ill-treated."""
+    if not shared_server.pid:
+        shared_server.restart()
+    with looking_at(shared_server.url) as client:
+        client.flushall()
+        client.config_resetstat()
+        client.config_set("maxmemory", 0)
+    yield shared_server
+    if shared_server.pid:
+        shared_server.thaw()
 
 
 @pytest.fixture
@@ -656,6 +673,28 @@ def test_a_database_of_ones_own_is_used(server: BrokerProcess) -> None:
         pair.exchange()
 
 
+def test_a_reader_that_does_not_read_slows_nobody_and_fills_only_its_own_stream(
+    server: BrokerProcess, client: redis.Redis
+) -> None:
+    with contextlib.closing(Pair(server.url, queue_frames=64)) as pair:
+        slow = new_peer()
+        with contextlib.closing(pair.transport.connect(pair.engine.address, slow)) as reader:
+            reader.send([b"hello"])
+            assert received(pair.engine, 1) == [b"hello"]
+            full_since = None
+            while full_since is None or time.monotonic() - full_since < 0.3:
+                try:
+                    pair.engine.send(slow, [b"x"])
+                    full_since = None
+                except PortFull:
+                    full_since = full_since or time.monotonic()
+                    time.sleep(0.01)
+            assert 64 <= client.xlen(pair.keys.down(slow)) <= 128
+            for _ in range(20):
+                pair.exchange(50)
+            assert client.xlen(pair.keys.down(slow)) <= 128
+
+
 def test_many_frontends_share_one_engine(pair: Pair) -> None:
     peers = [new_peer() for _ in range(20)]
     ports = {peer: pair.transport.connect(pair.engine.address, peer) for peer in peers}
@@ -667,3 +706,57 @@ def test_many_frontends_share_one_engine(pair: Pair) -> None:
     for peer, port in ports.items():
         assert received(port, 20) == [peer] * 20
         port.close()
+
+
+# ------------------------------------------------------------------------------------------------------- a whole round
+
+ATTACHED = Path(__file__).parents[1] / "attach" / "attached_frontend.py"
+
+
+def test_an_engine_behind_redis_answers_its_owner_and_one_that_attached(
+    server: BrokerProcess, client: redis.Redis, tmp_path: Path
+) -> None:
+    with echo_engine(server) as executor:
+        results = [executor.generate_async([first, 2, 3], SamplingParams(max_tokens=30)) for first in range(1, 21)]
+        for first, result in enumerate(results, 1):
+            assert list(result.result(PATIENCE_S).outputs[0].token_ids) == expected_tokens([first, 2, 3], 30)
+        path = tmp_path / "engine.json"
+        executor.write_attach_file(path)
+        command = [sys.executable, str(ATTACHED), str(path), "7", "100"]
+        lines = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout.splitlines()
+        words = [json.loads(line) for line in lines]
+        assert words[-1]["done"] == "length"
+        tokens = [token for word in words for token in word.get("tokens", [])]
+        assert tokens == expected_tokens([7, 2, 3], 100)
+    assert client.keys() == []
+
+
+def test_streams_are_exact_although_the_server_is_killed_three_times(server: BrokerProcess) -> None:
+    with echo_engine(server, step_interval_s=0.005) as executor:
+        results = [executor.generate_async([first, 2, 3], SamplingParams(max_tokens=200)) for first in range(1, 33)]
+        for _ in range(3):
+            next(results[0])
+            server.kill()
+            server.restart()
+        for first, result in enumerate(results, 1):
+            assert list(result.result(PATIENCE_S).outputs[0].token_ids) == expected_tokens([first, 2, 3], 200)
+
+
+def test_a_killed_engine_leaves_no_key(server: BrokerProcess, client: redis.Redis) -> None:
+    with echo_engine(server) as executor:
+        executor.generate([1, 2, 3], SamplingParams(max_tokens=3))
+        (rank,) = [rank.pid for rank in executor.health().ranks]
+        os.kill(rank, signal.SIGKILL)
+        with pytest.raises(EngineDeadError):
+            executor.generate([1, 2, 3], SamplingParams(max_tokens=3))
+    until(lambda: client.keys() == [])
+
+
+def echo_engine(server: BrokerProcess, **engine_options: Any) -> GenerationExecutor:
+    return GenerationExecutor.create(
+        engine="echo",
+        engine_options=engine_options,
+        transport="tllm_core.transports.redis:RedisTransport",
+        transport_options={"url": server.url},
+        launcher="spawn",
+    )
