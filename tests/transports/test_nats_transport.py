@@ -534,11 +534,14 @@ def test_secrets_are_masked_where_settings_are_shown():
     assert "s3cret" not in str(caught.value)
 
 
-def test_a_login_by_key_without_its_package_says_what_to_install(monkeypatch):
-    monkeypatch.setitem(sys.modules, "nkeys", None)
+def test_a_login_by_key_says_what_is_missing(monkeypatch, tmp_path):
+    absent, seed = tmp_path / "absent", tmp_path / "seed"
+    with pytest.raises(ConfigError, match=f"{absent}.*can't be read"):
+        NatsTransport(NatsSettings(nkey_seed_file=str(absent))).listen("e", 1)
+    seed.write_text("SUA")
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(ConfigError, match="pip install nkeys"):
-        NatsTransport(NatsSettings(nkey_seed_file="seed")).listen("e", 1)
+        NatsTransport(NatsSettings(nkey_seed_file=str(seed))).listen("e", 1)
 
 
 # ------------------------------------------------------------------------------------------------------------ ends
@@ -627,3 +630,32 @@ with GenerationExecutor.attach(sys.argv[1]) as executor:
         attached = subprocess.run([sys.executable, "-c", script, path], capture_output=True, text=True, timeout=60)
     assert attached.returncode == 0, attached.stderr
     assert json.loads(attached.stdout) == expected_tokens([7, 2, 3], 20)
+
+
+def test_256_streams_are_exact_through_three_kills_and_a_freeze_of_the_server(server):
+    name, options = "tllm_core.transports.nats:NatsTransport", {"url": server.url}
+    engine_options = {"step_interval_s": 0.02}
+    with GenerationExecutor.create(
+        engine="echo", engine_options=engine_options, transport=name, transport_options=options, launcher="spawn"
+    ) as executor:
+        results = [executor.generate_async([first, 2, 3], SamplingParams(max_tokens=256)) for first in range(256)]
+
+        updates = iter(results[0])
+
+        def until_tokens(count):
+            while len(results[0].outputs[0].token_ids) < count:
+                next(updates)
+
+        for tokens in (20, 70, 120):
+            until_tokens(tokens)
+            server.kill()
+            until(lambda: not executor.health().path.up)
+            server.restart()
+        until_tokens(170)
+        server.freeze()
+        until(lambda: not executor.health().path.up)
+        assert executor.health().state == "ready"
+        server.thaw()
+        for first, result in enumerate(results):
+            assert list(result.result(60).outputs[0].token_ids) == expected_tokens([first, 2, 3], 256)
+        until(lambda: executor.health().path.up)

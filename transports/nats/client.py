@@ -81,10 +81,14 @@ class Connection:
                 await self.client.connect([self._address], **self._options())
         except ConfigError as error:
             raise Lost(str(error), hopeless=True) from None
-        except FileNotFoundError as error:
-            raise Lost(f"{error.filename} is not there", hopeless=True) from None
         except DEAF as error:
             raise self.as_lost(error) from None
+        except Exception as error:
+            login = self._settings.nkey_seed_file or self._settings.credentials_file
+            if login is None:
+                raise
+            # The library has no error of its own for all that can be wrong in such a file, and says parts of it.
+            raise Lost(f"{login} holds no login that can be used ({type(error).__name__})", hopeless=True) from None
         if self._settings.wants_tls and not self._is_encrypted():
             raise Lost(f"{self.url} offers no TLS, which the settings ask for", hopeless=True)
 

@@ -253,7 +253,7 @@ class ConnectedPort:
                     raise Lost(f"{connection.url} has shown no sign of life for {stale_s:g} s")
             asking.result()
             self._path_ok_at = asked_at
-            await asyncio.sleep(self._settings.probe_s)
+            await asyncio.sleep(max(0.0, asked_at + self._settings.probe_s - time.monotonic()))
 
     def _signs_of_life(self, connection: Connection) -> tuple[int, int]:
         return connection.client.stats["in_msgs"], self._handed

@@ -48,7 +48,7 @@ class NatsSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     tls_hostname: str | None = None
     connect_timeout_s: Seconds = 5.0
     reconnect_s: Seconds = 0.05
-    reconnect_max_s: Seconds = 0.5
+    reconnect_max_s: Seconds = 0.25
     probe_s: Seconds = 0.2
     stale_after_s: Seconds = 3.0
     linger_s: Annotated[float, Meta(ge=0, le=60)] = 0.5

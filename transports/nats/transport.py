@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 from typing import ClassVar
 
 from msgspec import Struct
@@ -65,6 +66,9 @@ class NatsTransport(Transport):
 
 
 def _check_login(settings: NatsSettings) -> None:
+    """Raises ConfigError for a login by key that can't be tried."""
     keyed = settings.nkey_seed_file or settings.credentials_file
+    if keyed and not os.access(keyed, os.R_OK):
+        raise ConfigError(f"the login file {keyed} of the nats transport can't be read")
     if keyed and importlib.util.find_spec("nkeys") is None:
         raise ConfigError(f"the login by {keyed} needs a package that is not installed: pip install nkeys")
