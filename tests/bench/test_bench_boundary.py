@@ -88,6 +88,35 @@ def test_paced_steps_are_measured_beside_those_as_fast_as_can_be(capsys: pytest.
     assert any("a step every 10 ms" in line for line in report.table(found))
 
 
+NATS, REDIS = "tllm_core.transports.nats:NatsTransport", "tllm_core.transports.redis:RedisTransport"
+
+
+def test_brokers_are_measured_beside_zmq_over_servers_started_for_the_run(capsys: pytest.CaptureFixture[str]) -> None:
+    assert boundary.run(arguments(*SHORT, "--transport", f"zmq,{NATS},{REDIS}")) == 0
+    out, told = capsys.readouterr()
+    found = json.loads(out)["transports"]
+    assert {name: of["limits"]["raw_library"] for name, of in found.items()} == {
+        "zmq": "pyzmq",
+        "nats": "nats-py",
+        "redis": "redis-py",
+    }
+    assert [of["ratios"]["to_zmq"] > 0 for of in found.values()] == [True] * 3
+    assert [line.partition(": ")[0] for line in told.splitlines()] == [NATS, REDIS]
+    assert found["nats"]["broker"].startswith("started for this run, nats://127.0.0.1:")
+
+
+def test_a_broker_that_is_named_is_the_one_that_is_measured(capsys: pytest.CaptureFixture[str]) -> None:
+    with nats_server("--user", "bench", "--pass", "word") as server:
+        url = server.url.replace("nats://", "nats://bench:word@")
+        given = arguments(*SHORT, "--transport", NATS, "--set", f"transport.options.url={url}")
+        assert boundary.run(given) == 0
+        assert server.monitor("varz")["total_connections"] >= 2
+    out, told = capsys.readouterr()
+    assert json.loads(out)["transports"]["nats"]["broker"] == "given"
+    assert told == ""
+    assert "word" not in out
+
+
 def test_a_wrong_lost_or_repeated_token_is_found() -> None:
     work = streams.Workload.of(2, 3)
     first, second = work.expected

@@ -39,6 +39,12 @@ def test_every_stream_is_told_of_a_killed_engine_in_every_place(capsys: pytest.C
     assert [line.split()[:3] for line in lines[2:]] == [["zmq,", "SIGKILL,", place] for place in death.PLACES]
 
 
+def test_a_frontend_that_sees_no_process_is_told_over_the_broker(capsys: pytest.CaptureFixture[str]) -> None:
+    nats = "tllm_core.transports.nats:NatsTransport"
+    found = measured(capsys, "--transport", nats, "--signals", "KILL", "--places", "remote")
+    assert [(case["transport"], case["missing"]) for case in found["cases"]] == [("nats", 0)]
+
+
 def test_a_frozen_engine_is_told_too(capsys: pytest.CaptureFixture[str]) -> None:
     found = measured(capsys, "--signals", "STOP", "--places", "owner")
     assert [(case["signal"], case["place"], case["missing"]) for case in found["cases"]] == [("STOP", "owner", 0)]
