@@ -38,6 +38,9 @@ LAST, MORE, READABLE = int(zmq.NOBLOCK), int(zmq.NOBLOCK | zmq.SNDMORE), int(zmq
 BATCH_FRAMES = 256
 """Frames that one `receive` takes before senders of the same port get their turn."""
 
+TCP_OPTIONS = ((zmq.HEARTBEAT_IVL, 2000), (zmq.HEARTBEAT_TIMEOUT, 6000), (zmq.TCP_MAXRT, 10_000))
+"""Milliseconds. One connection of several may go silent, as when a firewall forgets it: then nothing else would end it."""
+
 _open_ports: weakref.WeakSet[_SocketPort] = weakref.WeakSet()
 
 
@@ -73,6 +76,8 @@ class _SocketPort:
         self._poll.register(self._wake_fd, select.POLLIN)
         self._path: Path | None = None
         if protocol == "tcp":
+            for option, value in TCP_OPTIONS:
+                self._socket.setsockopt(option, value)
             self._path = Path(self._socket, always_up=kind == zmq.ROUTER)
             self._poll.register(self._path.fd, select.POLLIN)
         _open_ports.add(self)
