@@ -1,9 +1,9 @@
 """tllm-core: the executor boundary for LLM inference."""
 
-import importlib
-from typing import TYPE_CHECKING, Any
-
+TYPE_CHECKING = False  # as type checkers know it: `typing` alone takes longer to import than the rest of this package
 if TYPE_CHECKING:
+    from typing import Any
+
     from tllm_core.contracts.messages import EngineInfo as EngineInfo
     from tllm_core.contracts.messages import GenerationRequest as GenerationRequest
     from tllm_core.contracts.messages import Logprob as Logprob
@@ -66,7 +66,9 @@ _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 __all__ = ["__version__", *sorted(_HOME_OF)]
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> "Any":
+    import importlib
+
     home = _HOME_OF.get(name)
     if home is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
