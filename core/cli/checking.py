@@ -17,12 +17,13 @@ def add_check(parser: argparse.ArgumentParser) -> None:
 def check(arguments: argparse.Namespace) -> int:
     """Starts what is set, sends one request through it, and prints what each step took."""
     from tllm_core.config import unused_tables
-    from tllm_core.plan import Plan
 
     registry = Registry()
     settings = settings_of(arguments, registry, needs_engine=True)
     unused = {} if settings.attach.file else unused_tables(settings)
     if settings.attach.file is None:
+        from tllm_core.plan import Plan
+
         Plan.of(settings, registry)  # a pair that can't work is not "ok" first
         chosen = ", ".join(f"{name} {getattr(settings, name).name}" for name in ("engine", "transport", "launcher"))
     else:
