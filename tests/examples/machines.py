@@ -23,7 +23,7 @@ ADDRESSES = {"broker": "192.0.2.1", "engine": "192.0.2.2", "frontend": "192.0.2.
 
 PATIENCE_S = 60.0
 SYSTEM_PATH = f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin"
-PROGRAMS = {"unshare": "util-linux", "nsenter": "util-linux", "ip": "iproute2"}
+PROGRAMS = {"unshare": "util-linux", "nsenter": "util-linux", "ip": "iproute2", "pgrep": "procps", "openssl": "openssl"}
 SWITCH = ("unshare", "--user", "--map-root-user", "--net", "--")
 MACHINE = ("unshare", "--net", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc", "--")
 

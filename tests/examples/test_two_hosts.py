@@ -56,6 +56,17 @@ def test_a_cut_cable_delays_a_stream_and_changes_nothing_else(network: Network, 
     assert stream.lines[-1].endswith(EXACT)
 
 
+def test_a_patient_engine_may_lose_its_own_cable_for_a_while(network: Network, walk: WalkThrough) -> None:
+    walk.engine.run("export TLLM_LIVENESS__DEAD_AFTER_S=10")
+    walk.start()
+    stream = walk.stream(80)
+    network.cut("engine")
+    assert stream.quiet_for(CUT_S) > CUT_S / 2
+    network.mend("engine")
+    assert stream.wait() == 0, stream.lines
+    assert stream.lines[-1].endswith(EXACT)
+
+
 def test_a_broker_that_is_killed_and_started_again_changes_nothing(walk: WalkThrough) -> None:
     walk.start()
     stream = walk.stream(80)
