@@ -9,6 +9,7 @@ import os
 import secrets
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -437,6 +438,13 @@ def test_a_login_that_may_use_the_prefix_alone_is_enough(guarded, lane):
     assert "s3cret" not in f"{engine.address}{engine!r}{frontend!r}{guarded.output}"
 
 
+def test_a_server_that_does_not_answer_is_named(server):
+    server.freeze()
+    transport = NatsTransport(NatsSettings(url=server.url, connect_timeout_s=0.3))
+    with pytest.raises(TransportError, match=server.url):
+        transport.listen("e", 1)
+
+
 def test_a_login_in_the_url_is_used_and_not_advertised(guarded, lane):
     engine, _, _ = lane(guarded.url.replace("//", "//all:s3cret@"))
     assert engine.address.endpoints == {"url": guarded.url, "prefix": "tllm"}
@@ -474,10 +482,35 @@ def test_a_login_that_is_taken_back_is_down_with_the_reason(opened):
         until(lambda: engine.state.up)
 
 
-def test_a_secret_is_not_said_to_a_server_without_the_tls_that_was_asked_for(guarded):
-    transport = NatsTransport(NatsSettings(url=guarded.url.replace("nats:", "tls:"), user="all", password="s3cret"))
-    with pytest.raises(TransportError, match="TLS"):
-        transport.listen("e", 1)
+def test_a_secret_is_not_said_to_a_server_without_the_tls_that_was_asked_for():
+    heard = []
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        address = f"127.0.0.1:{listener.getsockname()[1]}"
+
+        def record():
+            for _ in range(3):
+                connection, _ = listener.accept()
+                with connection:
+                    connection.sendall(b'INFO {"version": "2.15.1", "max_payload": 1048576, "auth_required": true}\r\n')
+                    said = b""
+                    while more := connection.recv(4096):
+                        said += more
+                    heard.append(said)
+
+        thread = threading.Thread(target=record)
+        thread.start()
+        for settings in (
+            NatsSettings(url=f"tls://{address}", user="all", password="s3cret"),
+            NatsSettings(url=f"tls://all:s3cret@{address}"),
+        ):
+            with pytest.raises(TransportError, match="TLS"):
+                NatsTransport(settings).listen("e", 1)
+        advertised = NatsTransport(NatsSettings(token="s3cret"))
+        with pytest.raises(TransportError, match="TLS"):
+            advertised.connect(address_of(f"tls://{address}"), new_peer())
+        thread.join()
+    assert len(heard) == 3
+    assert not any(b"s3cret" in said for said in heard)
 
 
 @pytest.fixture

@@ -17,7 +17,7 @@ from nats.aio.client import Client
 from nats.aio.msg import Msg
 
 from tllm_core.errors import ConfigError
-from tllm_core.transports.nats.settings import NatsSettings, shown_url
+from tllm_core.transports.nats.settings import Login, NatsSettings, split_login
 
 PENDING_BYTES = 1 << 20
 """What nats-py collects before `publish` waits for the socket."""
@@ -66,11 +66,12 @@ class Connection:
     """
 
     def __init__(self, settings: NatsSettings, url: str, prefix: str, dropped: Callable[[], None]) -> None:
-        self.url = shown_url(url)
+        self.url, login = split_login(url)
         self.client = Client()
         self.lost: asyncio.Future[Lost] = asyncio.get_running_loop().create_future()
-        self._settings, self._address, self._dropped = settings, url, dropped
-        self._prefix = prefix
+        self._settings, self._prefix, self._dropped = settings, prefix, dropped
+        self._login = login or Login(settings.user, settings.password, settings.token)
+        self._wants_tls = settings.wants_tls or url.startswith("tls://")
         self._errors: list[Exception] = []
         self._before = asyncio.all_tasks()
 
@@ -78,7 +79,7 @@ class Connection:
         """Raises Lost; in any case `close` has to be called."""
         try:
             async with asyncio.timeout(self._settings.connect_timeout_s):
-                await self.client.connect([self._address], **self._options())
+                await self.client.connect([self.url], **self._options())
         except ConfigError as error:
             raise Lost(str(error), hopeless=True) from None
         except DEAF as error:
@@ -89,7 +90,7 @@ class Connection:
                 raise
             # The library has no error of its own for all that can be wrong in such a file, and says parts of it.
             raise Lost(f"{login} holds no login that can be used ({type(error).__name__})", hopeless=True) from None
-        if self._settings.wants_tls and not self._is_encrypted():
+        if self._wants_tls and not self._is_encrypted():
             raise Lost(f"{self.url} offers no TLS, which the settings ask for", hopeless=True)
 
     async def close(self) -> None:
@@ -126,12 +127,12 @@ class Connection:
             "disconnected_cb": self._on_closed,
             "nkeys_seed": settings.nkey_seed_file,
             "user_credentials": settings.credentials_file,
-            "user": settings.user,
-            "password": self._guarded(settings.password),
-            "token": self._guarded(settings.token),
+            "user": self._login.user,
+            "password": self._guarded(self._login.password),
+            "token": self._guarded(self._login.token),
             "tls_hostname": settings.tls_hostname,
         }
-        if settings.wants_tls:
+        if self._wants_tls:
             options["tls"] = _tls_context(settings)
         return options
 
@@ -139,7 +140,7 @@ class Connection:
         """A secret that is not said in the clear where TLS was asked for; nats-py takes what the server offers."""
 
         def say() -> str:
-            if self._settings.wants_tls and not self._is_encrypted():
+            if self._wants_tls and not self._is_encrypted():
                 raise nats.errors.Error("the server offers no TLS, which the settings ask for")
             return secret or ""
 

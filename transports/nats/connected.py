@@ -27,7 +27,7 @@ from tllm_core.contracts.interfaces import Frame, PortState
 from tllm_core.errors import FrameTooLarge, PortClosed, PortDown, PortFull, TransportError
 from tllm_core.transports.nats.client import DEAF, Connection, Lost, end, within
 from tllm_core.transports.nats.inbox import Inbox
-from tllm_core.transports.nats.settings import NatsSettings
+from tllm_core.transports.nats.settings import NatsSettings, shown_urls
 from tllm_core.transports.nats.subjects import Subjects
 from tllm_core.wire.packing import measure, pack, table_bytes, unpack
 
@@ -64,7 +64,7 @@ class ConnectedPort:
         self._queued_bytes = 0
         self._handed = 0
         self._inbox = Inbox(settings.receive_queue_bytes)
-        self._state = PortState(False, "not connected yet", time.monotonic())
+        self._state = PortState(False, f"{shown_urls(list(urls))} did not answer yet", time.monotonic())
         self._path_ok_at = time.monotonic()
         self._connection: Connection | None = None
         self._opened = threading.Event()
@@ -82,12 +82,14 @@ class ConnectedPort:
         """Waits for the server. Raises TransportError where it can't be reached or refuses, in `connect_timeout_s`."""
         _open_ports.add(self)
         self._thread.start()
-        timeout = self._settings.connect_timeout_s
-        if self._opened.wait(timeout) and not self._refused:
-            return
-        reason = self._refused or f"{self._state.reason}; is a nats-server there? Set transport.nats.url"
-        self.close()
-        raise TransportError(reason)
+        try:
+            if not self._opened.wait(self._settings.connect_timeout_s):
+                raise TransportError(f"{self._state.reason}; is a nats-server there? Set transport.nats.url")
+            if self._refused:
+                raise TransportError(self._refused)
+        except BaseException:
+            self.close()
+            raise
 
     @property
     def state(self) -> PortState:
@@ -193,11 +195,12 @@ class ConnectedPort:
             try:
                 await self._use(connection)
             except Exception as error:  # whatever a client library comes up with, the port goes on
-                if not isinstance(error, (Lost, *DEAF)):
+                lost = connection.as_lost(error)
+                if not isinstance(error, (Lost, *DEAF)) and self._state.reason != str(lost):
                     log.exception("nats: not expected of %s", connection.url)
                 if self._state.up:
                     pause = self._settings.reconnect_s
-                self._went_down(connection.as_lost(error))
+                self._went_down(lost)
             finally:
                 await connection.close()
             await asyncio.sleep(pause)

@@ -19,7 +19,7 @@ class Inbox:
 
     def put(self, block: bytes) -> None:
         with self._ready:
-            if self._bytes + len(block) > self._capacity and self._blocks:
+            if self._closed or (self._bytes + len(block) > self._capacity and self._blocks):
                 self._dropped = True
                 return
             self._blocks.append(block)

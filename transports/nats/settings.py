@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import re
-from typing import Annotated, TypeAlias
-from urllib.parse import urlsplit
+from typing import Annotated, NamedTuple, TypeAlias
+from urllib.parse import unquote, urlsplit
 
 from msgspec import Meta, Struct
 
@@ -19,7 +19,7 @@ SECRETS = ("password", "token")
 
 
 class NatsSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Both ends read these. Passwords in `url` are taken for the login and shown nowhere.
+    """Both ends read these. A login in `url` is used for that server and shown nowhere.
 
     url: one server, several separated by commas, or a list: nats://host:port, tls://host:port. None = the address that the
     engine advertises, and nats://127.0.0.1:4222 for the engine itself. The servers of a cluster are tried in turn.
@@ -69,9 +69,17 @@ class NatsSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
     @property
     def wants_tls(self) -> bool:
-        urls = split_urls(self.url or DEFAULT_URL)
+        """Whether TLS is insisted on for all servers."""
         files = (self.tls_ca_file, self.tls_cert_file, self.tls_key_file, self.tls_hostname)
-        return any(files) or any(url.startswith("tls://") for url in urls)
+        return any(files) or any(url.startswith("tls://") for url in split_urls(self.url or DEFAULT_URL))
+
+
+class Login(NamedTuple):
+    """By user and password, or by token."""
+
+    user: str | None
+    password: str | None
+    token: str | None
 
 
 def split_urls(urls: str | list[str]) -> list[str]:
@@ -96,12 +104,18 @@ def _is_server(url: str) -> bool:
 
 def shown_urls(urls: str | list[str]) -> str:
     """The same urls without what comes before an @, separated by commas."""
-    return ",".join(shown_url(url) for url in split_urls(urls))
+    return ",".join(split_login(url)[0] for url in split_urls(urls))
 
 
-def shown_url(url: str) -> str:
+def split_login(url: str) -> tuple[str, Login | None]:
+    """The url without its login, and the login, if there is one; a name alone is a token."""
     parts = urlsplit(url)
-    return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}"
+    shown = f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}"
+    if parts.username is None:
+        return shown, None
+    if parts.password is None:
+        return shown, Login(None, None, unquote(parts.username))
+    return shown, Login(unquote(parts.username), unquote(parts.password), None)
 
 
 def is_prefix(text: str) -> bool:
