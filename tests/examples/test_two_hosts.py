@@ -13,6 +13,7 @@ from tllm_core.engines.echo import expected_tokens
 CUT_S = 2.0
 EXACT = "tokens, exactly what the engine produced"
 ASK_HOST = "from tllm_core.attach import read_attach_file; print(read_attach_file('engine.json').is_here)"
+ATTACH_LATE = "from tllm_core import GenerationExecutor as E; E.attach(config='tllm.toml', timeout=1.0)"
 
 
 def answers(walk: WalkThrough) -> bool:
@@ -106,6 +107,8 @@ def test_a_worker_that_is_stopped_says_so_across_hosts(walk: WalkThrough) -> Non
     assert walk.worker is not None
     assert walk.worker.wait() == 0, walk.worker.lines
     assert not (walk.engine.folder / "engine.json").exists()
+    late = walk.frontend.start(f'python -c "{ATTACH_LATE}"')
+    assert "the engine of the attach file is gone" in late.until("TransportError: ")
 
 
 def test_a_machine_that_is_switched_off_is_noticed_by_its_silence(network: Network, walk: WalkThrough) -> None:
