@@ -91,8 +91,11 @@ class BrokerProcess:
             self._end(process, signal.SIGKILL)
 
     def freeze(self) -> None:
-        """SIGSTOP: connections stay, nothing is answered."""
-        self._running().send_signal(signal.SIGSTOP)
+        """SIGSTOP; returns once it stands still: connections stay, nothing is answered."""
+        process = self._running()
+        process.send_signal(signal.SIGSTOP)
+        with contextlib.suppress(ChildProcessError):
+            os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)
 
     def thaw(self) -> None:
         self._running().send_signal(signal.SIGCONT)

@@ -14,6 +14,7 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import msgspec
 import nats
@@ -609,9 +610,17 @@ def test_a_port_that_waits_for_its_engine_closes(shared):
 def test_nothing_remains_at_the_server_after_100_generations(server):
     transport = NatsTransport(NatsSettings(url=server.url))
     before = server.monitor("subsz")["num_subscriptions"]
-    for generation in range(100):
+
+    def live(generation):
         engine = transport.listen(f"engine{generation}", generation)
+        frontend = transport.connect(engine.address, new_peer())
+        frontend.send([b"hello"])
+        received(engine)
+        frontend.close()
         engine.close()
+
+    with ThreadPoolExecutor(10) as pool:
+        list(pool.map(live, range(100)))
     frontend = transport.connect(address_of(server.url), new_peer())
     frontend.close()
     until(lambda: server.monitor("connz")["num_connections"] == 0)
