@@ -80,7 +80,7 @@ class FrontendLink(Pump):
             meanwhile()
             self._early = self._listen(min(deadline, self._clock() + retry_s))
             if self._clock() >= deadline and not sessions.is_answered:
-                raise TransportError(f"the engine did not answer within {timeout:g} s{self._describe_path()}")
+                raise TransportError(f"the engine did not answer within {timeout:.3g} s{self._describe_path()}")
             retry_s = min(retry_s * 2, 1.0)
         session, welcome = sessions.session, sessions.welcome
         if session is None or welcome is None:
