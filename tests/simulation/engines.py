@@ -111,9 +111,11 @@ class EngineProcess(Process):
             watch=sim.watch_process,
             clock=sim.timeline.clock,
         )
+        self.port.process = self
         self.port.actor = self.actor = Actor(self, self._turn, sim.touch)
         self.actor.wake(sim.timeline.now)
         self.progress = (0, False)
+        self.awake_since = self.timeline.now
         self.broken_since: float | None = None
         self.exited_at: float | None = None
         self.leaving = self.clean = self.disturbed = False
@@ -181,6 +183,10 @@ class EngineProcess(Process):
         super().freeze()
         self.disturbed = True
 
+    def thaw(self) -> None:
+        super().thaw()
+        self.awake_since = self.timeline.now
+
     def break_down(self) -> None:
         self.disturbed = True
         if self.broken_since is None:
@@ -224,6 +230,7 @@ class WatcherProcess(Process):
             liveness=settings.liveness,
         )
         self.port.actor = self.actor = Actor(self, self._turn, sim.touch)
+        self.port.process = self
         self.beater = Actor(self, self._beat, sim.touch)
         self._beats, self._told, self._leaving = 0, False, False
         self._liveness = Liveness(settings.liveness)

@@ -10,7 +10,7 @@ from tllm_core.wire.header import HELLO, WIRE_VERSION, Seal
 
 from .hostile import inject
 from .links import KEY
-from .network import Path
+from .network import FrontendPort, Port
 from .timeline import Process
 
 if TYPE_CHECKING:
@@ -92,24 +92,49 @@ def freeze_frontend(sim: Simulation) -> None:
 
 
 def cut_path(sim: Simulation) -> None:
-    _break_path(sim, Path.cut)
+    _break_path(sim, FrontendPort.cut)
 
 
 def stall_path(sim: Simulation) -> None:
-    _break_path(sim, Path.stall)
+    _break_path(sim, FrontendPort.stall)
 
 
-def _break_path(sim: Simulation, how: Callable[[Path], None]) -> None:
+def _break_path(sim: Simulation, how: Callable[[FrontendPort], None]) -> None:
     process = sim.dice.choice(sim.frontends)
     process.break_path(how)
-    sim.timeline.later(sim.dice.uniform(0.01, 0.4), process.mend_path)
+    sim.timeline.later(outage_s(sim), process.mend_path)
+
+
+def outage_s(sim: Simulation) -> float:
+    """Most are short; some are long enough to count as a loss."""
+    if sim.chance(0.75):
+        return sim.dice.uniform(0.01, 0.4)
+    return sim.settings.liveness.broker_down_after_s * sim.dice.uniform(0.8, 1.8)
 
 
 def break_broker(sim: Simulation) -> None:
-    """Everybody's path at once, for long enough to be noticed."""
+    """Everybody's path at once; they come back one after the other."""
+    how = sim.dice.choice((Port.cut, Port.stall))
+    seconds = sim.settings.liveness.broker_down_after_s * sim.dice.uniform(0.3, 1.6)
     for process in sim.frontends:
-        process.break_path(Path.cut)
-        sim.timeline.later(sim.dice.uniform(0.3, 1.3), process.mend_path)
+        process.break_path(how)
+        sim.timeline.later(seconds + sim.dice.uniform(0.0, 0.1), process.mend_path)
+    if sim.network.weather.broker:
+        break_engine_side(sim, how, seconds)
+
+
+def cut_engine(sim: Simulation) -> None:
+    """The engine's own way to the broker, and its watcher's; nobody else's."""
+    if sim.network.weather.broker:
+        break_engine_side(sim, sim.dice.choice((Port.cut, Port.stall)), outage_s(sim))
+
+
+def break_engine_side(sim: Simulation, how: Callable[[Port], None], seconds: float) -> None:
+    engine = sim.engine
+    engine.disturbed = True
+    for port in (engine.port, engine.watcher.port):
+        how(port)
+        sim.timeline.later(seconds + sim.dice.uniform(0.0, 0.1), port.mend)
 
 
 def storm(sim: Simulation) -> None:
@@ -153,6 +178,7 @@ FAULTS: tuple[Callable[[Simulation], None], ...] = (
     cut_path,
     stall_path,
     break_broker,
+    cut_engine,
     storm,
     come_back,
     attach_more,

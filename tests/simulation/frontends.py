@@ -26,7 +26,7 @@ from tllm_core.world.attached import AttachedWorld
 from . import invariants
 from .engines import OWNER, EngineProcess
 from .links import SimFrontendLink
-from .network import FrontendPort, Path
+from .network import FrontendPort
 from .tickets import SimEvent, Ticket
 from .timeline import Actor, Process
 from .violation import Violation
@@ -117,7 +117,7 @@ class FrontendProcess(Process):
         self.withdrawn: set[int] = set()
         self.failure: TllmError | None = None
         self.disturbed = False
-        self.well_since = self.timeline.now
+        self.well_since = self.awake_since = self.timeline.now
         self.open_until = self.timeline.now + OPEN_S
         self.left = False
         self.reads = sim.dice.choice((0.02, 0.2, 0.6))
@@ -125,6 +125,8 @@ class FrontendProcess(Process):
         self.receiver = self.port.actor = Actor(self, self._attach, sim.touch)
         if self.watch_port is not None:
             self.watch_port.actor = self.receiver
+        for port in self.ports:
+            port.process = self
         self.receiver.wake(self.timeline.now)
 
     def _make_link(self, port: FrontendPort, engine_port: object, owner: bytes) -> SimFrontendLink:
@@ -187,13 +189,12 @@ class FrontendProcess(Process):
     # ---------------------------------------------------------------------------------------------------- faults
 
     @property
-    def paths(self) -> list[Path]:
-        ports = (self.port,) if self.watch_port is None else (self.port, self.watch_port)
-        return [port.path for port in ports]
+    def ports(self) -> tuple[FrontendPort, ...]:
+        return (self.port,) if self.watch_port is None else (self.port, self.watch_port)
 
     @property
     def is_well(self) -> bool:
-        return self.runs and all(path.is_whole for path in self.paths)
+        return self.runs and all(port.broken_at is None for port in self.ports)
 
     def freeze(self) -> None:
         super().freeze()
@@ -201,7 +202,7 @@ class FrontendProcess(Process):
 
     def thaw(self) -> None:
         super().thaw()
-        self.well_since = self.timeline.now
+        self.well_since = self.awake_since = self.timeline.now
 
     def crash(self) -> None:
         if not self.alive:
@@ -214,14 +215,14 @@ class FrontendProcess(Process):
         if self.owner:
             self.sim.lose_owner(self.engine)
 
-    def break_path(self, how: Callable[[Path], None]) -> None:
+    def break_path(self, how: Callable[[FrontendPort], None]) -> None:
         self.disturbed = True
-        for path in self.paths:
-            how(path)
+        for port in self.ports:
+            how(port)
 
     def mend_path(self) -> None:
-        for path in self.paths:
-            path.mend()
+        for port in self.ports:
+            port.mend()
         self.well_since = self.timeline.now
 
     # --------------------------------------------------------------------------------------------------- callers
@@ -237,7 +238,8 @@ class FrontendProcess(Process):
         n = sim.dice.choice((1, 1, 1, 2, 3))
         timeout_s = sim.dice.uniform(0.005, 0.2) if sim.chance(0.1) else None
         ticket = Ticket(number, n, sim.dice.randrange(1, 9), timeout_s, self.timeline.now)
-        prompt = TokenIds.of((number, kind, ticket.length))
+        rest = sim.dice.choice((0, 0, 0, 20, 200))
+        prompt = TokenIds.of((number, kind, ticket.length, *(number,) * rest))
         request = GenerationRequest(prompt_token_ids=prompt, sampling=SAMPLING[n], timeout_s=timeout_s)
         closed, sent, before = frontend.ledger.closed, self.port.sent, len(frontend.ledger)
         sim.trace("%s: submit %d kind %d n %d length %d", self.name, number, kind, n, ticket.length)

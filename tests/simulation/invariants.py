@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Callable
 from typing import TYPE_CHECKING, TypeVar
 
@@ -116,9 +117,21 @@ def noticed_in_time(sim: Simulation, process: FrontendProcess) -> None:
     elif process.watch_link_opened_at is None and not process.owner:
         return
     elif not process.owner:
-        since = max(since, process.watch_link_opened_at) + sim.settings.liveness.reconnect_grace_s
+        watcher = engine.watcher.port
+        if watcher.broken_at is not None:
+            return
+        since = max(since, process.watch_link_opened_at, watcher.whole_since) + sim.settings.liveness.reconnect_grace_s
     if sim.timeline.now - since > bound:
         raise Violation("I12", f"{process.name} has not noticed for {sim.timeline.now - since:.2f} s")
+
+
+def outage_told_in_time(sim: Simulation, process: FrontendProcess) -> None:
+    """I1, I11: who has no path for long is told so, and waits no more."""
+    frontend = process.frontend
+    if frontend.verdict_at is None and not process.left and process.runs and not process.is_well:
+        down_s = max(port.down_s(process.awake_since) for port in process.ports if port.broken_at is not None)
+        if down_s > sim.settings.liveness.broker_down_after_s + SLACK_S:
+            raise Violation("I11", f"{process.name} has had no path for {down_s:.2f} s, and nobody was told")
 
 
 def engine_broken_since(engine: EngineProcess) -> float | None:
@@ -139,7 +152,8 @@ def lane_is_bounded(sim: Simulation, process: Process) -> None:
             sender = session.lane.sender
             sender_is_bounded(sim, process.name, sender)
             if sender.sent < sender.last and process.link.lane is not None:
-                waiting = process.link.lane.up[sender.sent :]
+                lane = process.link.lane
+                waiting = lane.up[bisect_right(lane.up_ends, sender.sent) :]
                 backlog_is_bounded(sim, process.name, sum(name in PATIENT for name, _ in waiting))
         return
     sessions, settings = process.link._sessions, sim.settings
@@ -147,16 +161,26 @@ def lane_is_bounded(sim: Simulation, process: Process) -> None:
         sender = attached.session.lane.sender
         sender_is_bounded(sim, process.name, sender)
         if sender.sent < sender.last:
-            waiting = sim.lanes[number].down[sender.sent :]
+            lane = sim.lanes[number]
+            waiting = lane.down[bisect_right(lane.down_ends, sender.sent) :]
             backlog_is_bounded(sim, process.name, sum(not urgent for *_, urgent in waiting))
     if len(sessions._table.half_open) > settings.wire.max_half_open:
         raise Violation("I10", f"{len(sessions._table.half_open)} attaches are half-open")
     if len(sessions._table._tombstones) > settings.wire.tombstones:
         raise Violation("I10", f"{len(sessions._table._tombstones)} tombstones")
     if isinstance(process, EngineProcess):
+        if process.port.broken_at is not None:
+            sessions_end_without_a_path(sim, process)
         for outbox in process.worker._outboxes.values():
             if outbox.parked_bytes > settings.worker.parked_bytes + sim.PARKED_SLACK:
                 raise Violation("I10", f"{outbox.parked_bytes} bytes are parked")
+
+
+def sessions_end_without_a_path(sim: Simulation, engine: EngineProcess) -> None:
+    """I8: an engine that has had no path for long holds nothing for frontends any more."""
+    down_s = engine.port.down_s(engine.awake_since)
+    if down_s > sim.settings.liveness.broker_down_after_s + SLACK_S and engine.link._sessions.table and engine.runs:
+        raise Violation("I8", f"{engine.name} has had no path for {down_s:.2f} s and keeps its sessions")
 
 
 def sender_is_bounded(sim: Simulation, name: str, sender: object) -> None:
@@ -176,7 +200,13 @@ def backlog_is_bounded(sim: Simulation, name: str, waiting: int) -> None:
         raise Violation("I10", f"{name} has a backlog of {waiting} of {sim.settings.wire.backlog_frames}")
 
 
-EACH_STEP: tuple[Check[FrontendProcess], ...] = (dead_means_empty, one_outcome, noticed_in_time, lane_is_bounded)
+EACH_STEP: tuple[Check[FrontendProcess], ...] = (
+    dead_means_empty,
+    one_outcome,
+    noticed_in_time,
+    outage_told_in_time,
+    lane_is_bounded,
+)
 
 
 def check(sim: Simulation, process: Process) -> None:
@@ -210,17 +240,34 @@ def read(sim: Simulation, process: FrontendProcess, ticket: Ticket) -> None:
             )
 
 
+def seems_dead(process: FrontendProcess) -> bool:
+    """The watcher alone had no path for long: from here that can't be told from a death, and I11 does not cover it."""
+    own, other = process.watch_port, process.engine.watcher.port
+    if own is None:
+        return False
+    now, dead_after_s = process.sim.timeline.now, process.sim.settings.liveness.dead_after_s
+    for begin, end in [*other.outages, (other.broken_at, now)]:
+        if begin is not None:
+            both = sum(
+                max(0.0, min(end, until) - max(begin, at)) for at, until in [*own.outages, (own.broken_at or now, now)]
+            )
+            if end - begin - both > dead_after_s - SLACK_S:
+                return True
+    return False
+
+
 def judge_verdict(process: FrontendProcess, error: TllmError) -> None:
     """I11: an outage of the own path, or a pause of this side, is no death. I5, I10: nobody is given up for others' faults."""
     engine, sim = process.engine, process.sim
     if process.left:
         return  # everything of it has its outcome already
     if isinstance(error, EngineDeadError):
-        if engine.broken_since is None:
+        if engine.broken_since is None and not seems_dead(process):
             raise Violation("I11", f"{process.name} declares a living engine dead: {error}")
     elif isinstance(error, BrokerLost):
-        if not process.disturbed:
-            raise Violation("I11", f"{process.name} has a path and says: {error}")
+        down_s = max(port.down_s(process.awake_since) for port in process.ports)
+        if down_s < sim.settings.liveness.broker_down_after_s - sim.network.weather.proof_s:
+            raise Violation("I11", f"{process.name} had no path for {down_s:.2f} s and says: {error}")
     elif "receive thread failed" in str(error):
         raise Violation("I3", str(error))
     elif isinstance(error, TransportError) and not process.disturbed and not engine.disturbed and not sim.may_expel:
@@ -235,6 +282,7 @@ def all_mended(sim: Simulation) -> None:
     watchers = [engine.watcher for engine in sim.engines]
     frozen = [p.name for p in (*sim.frontends, *sim.engines, *watchers) if p.alive and p.frozen_at is not None]
     cut = [process.name for process in sim.frontends if process.alive and not process.is_well]
+    cut += [p.name for p in (*sim.engines, *watchers) if p.alive and p.port.broken_at is not None]
     if frozen or cut:
         raise Violation("I1", f"the schedule is wrong: still frozen: {frozen}, without a path: {cut}")
 

@@ -9,8 +9,10 @@ from typing import Any
 
 from tllm_core.contracts.interfaces import Frame, PeerId
 from tllm_core.contracts.messages import Abort, Control, DownMessage, Goodbye, Stop, Submit, UpMessage
+from tllm_core.wire.codec import encode
 from tllm_core.wire.link import EngineLink, FrontendLink
 from tllm_core.wire.liveness import LivenessSettings
+from tllm_core.wire.path import PathWatch
 from tllm_core.wire.settings import WireSettings
 from tllm_core.wire.terms import Snapshot
 
@@ -36,12 +38,15 @@ def name_of(message: UpMessage) -> tuple[str, int]:
 class Lane:
     """What both ends of one session have said and heard: the yardstick for order, loss and acknowledgement."""
 
-    __slots__ = ("down", "heard_down", "heard_up", "number", "served_by", "told_down", "up")
+    __slots__ = ("down", "down_ends", "heard_down", "heard_up", "number", "served_by", "told_down", "up", "up_ends")
 
     def __init__(self, number: int) -> None:
         self.number = number
         self.up: list[tuple[str, int]] = []
         self.down: list[Snapshot] = []
+        self.up_ends: list[int] = []
+        self.down_ends: list[int] = []
+        """The last frame of each message."""
         self.served_by: object = None
         self.heard_up = self.heard_down = self.told_down = 0
         """Messages that the engine acted upon; that the frontend got from its lane; that it delivered to its ledger."""
@@ -51,6 +56,11 @@ def ack_of(frame: Frame) -> tuple[int, int]:
     """Session and cumulative acknowledgement of a frame."""
     session, ack = _SESSION_AND_ACK.unpack_from(frame[0], 16)
     return session, ack
+
+
+def is_early(ack: int, told: int, ends: Sequence[int]) -> bool:
+    """Whether more is acknowledged than `told` messages, and what came of the next one before it was whole."""
+    return told < len(ends) and ack >= ends[told]
 
 
 class _Resumable:
@@ -129,6 +139,7 @@ class SimFrontendLink(_Resumable, FrontendLink):
         self.around_send("before")
         super().send(message)
         self.lane.up.append(name_of(message))
+        self.lane.up_ends.append(self._session.lane.sender.last)
         self.around_send("after")
 
     def receive(self, timeout: float | None) -> list[DownMessage]:
@@ -145,14 +156,18 @@ class SimFrontendLink(_Resumable, FrontendLink):
             if lane.heard_down >= len(lane.down):
                 raise Violation("I6", f"session {lane.number:x} handed out more than the engine sent")
             payload = lane.down[lane.heard_down][1]
-            if len(payload) == 1 and not isinstance(payload[0], bytes) and payload[0] is not message:
+            if self._terms.key is None:
+                same = payload[0] is message
+            else:
+                same = self._port.max_frame is None or encode(message)[1] == payload
+            if not same:
                 raise Violation("I6", f"session {lane.number:x} handed out message {lane.heard_down + 1} out of turn")
             lane.heard_down += 1
 
     def _inspect(self, frame: Frame) -> None:
         session, ack = ack_of(frame)
         lane = self.lane
-        if lane is not None and session == lane.number and ack > lane.told_down:
+        if lane is not None and session == lane.number and is_early(ack, lane.told_down, lane.down_ends):
             raise Violation("I4", f"the frontend acknowledged {ack} messages and has delivered {lane.told_down}")
 
 
@@ -167,7 +182,7 @@ class SimEngineLink(_Resumable, EngineLink):
         info: Any,
         by_reference: bool,
         settings: WireSettings,
-        liveness: LivenessSettings | None,
+        liveness: LivenessSettings,
     ) -> None:
         super().__init__(
             port,
@@ -180,7 +195,9 @@ class SimEngineLink(_Resumable, EngineLink):
             clock=port.timeline.clock,
         )
         self.lanes = lanes
+        # In every mode, as above.
         self._sessions._liveness = liveness
+        self._sessions._path = PathWatch(liveness.broker_down_after_s)
         self._sessions._random = rng.randbytes
         self._offer, self._sessions.offer = self._sessions.offer, self._log_offer
         self.in_hand: list[tuple[int, UpMessage]] = []
@@ -192,7 +209,9 @@ class SimEngineLink(_Resumable, EngineLink):
     def _log_offer(self, number: int, snapshot: Snapshot) -> bool:
         accepted = self._offer(number, snapshot)
         if accepted and number in self._sessions.table:
-            self._lane(number).down.append(snapshot)
+            lane = self._lane(number)
+            lane.down.append(snapshot)
+            lane.down_ends.append(self._sessions.table[number].session.lane.sender.last)
         return accepted
 
     def _lane(self, number: int) -> Lane:
@@ -232,7 +251,7 @@ class SimEngineLink(_Resumable, EngineLink):
     def _inspect(self, frame: Frame) -> None:
         session, ack = ack_of(frame)
         lane = self.lanes.get(session)
-        if lane is not None and ack > lane.heard_up and not self.leaving:
+        if lane is not None and not self.leaving and is_early(ack, lane.heard_up, lane.up_ends):
             raise Violation("I4", f"the engine acknowledged {ack} messages and has acted upon {lane.heard_up}")
 
     def end(self, session: int, reason: str) -> None:

@@ -45,7 +45,9 @@ class Model(Engine):
         return INFO
 
     def submit(self, request: EngineRequest) -> None:
-        number, kind, _ = request.prompt_token_ids
+        number, kind, _, *rest = request.prompt_token_ids
+        if any(token != number for token in rest):
+            raise Violation("I2", f"the prompt of request {number} is {list(request.prompt_token_ids)}")
         if number in self.seen:
             raise Violation("I6", f"the engine got request {number} twice")
         self.seen.add(number)
@@ -71,7 +73,7 @@ class Model(Engine):
         return Step(outputs, bool(self.live))
 
     def _advance(self, request_id: int, request: EngineRequest) -> list[Output]:
-        number, kind, length = request.prompt_token_ids
+        number, kind, length, *_ = request.prompt_token_ids
         indexes = range(request.sampling.n)
         outputs = [
             self._grow(request_id, number, index, length) for index in indexes if (number, index) not in self.finished

@@ -13,10 +13,12 @@ from tllm_core.contracts.messages import Submit
 from tllm_core.errors import EngineDeadError, RequestError
 from tllm_core.frontend import Frontend
 from tllm_core.ledger.ledger import ABORTED, Ledger, Mailbox, Outcome
-from tllm_core.wire.header import Gate, Seal
+from tllm_core.wire.chunks import Assembly
+from tllm_core.wire.header import CUT, Gate, Seal
 from tllm_core.wire.lane import Lane, Outgoing, Receiver, Sender
 from tllm_core.wire.link import EngineLink
-from tllm_core.wire.liveness import Liveness, Silence
+from tllm_core.wire.liveness import Liveness, Silence, Verdict
+from tllm_core.wire.path import PathWatch
 from tllm_core.wire.session import FrontendSession
 from tllm_core.wire.sessions import EngineSessions
 from tllm_core.world.outbox import Outbox
@@ -322,6 +324,76 @@ def half_open_unbounded() -> Patches:
     yield patch.object(EngineSessions, "_attach", welcoming)
 
 
+# ---------------------------------------------------------------------------------------------------------- chunks
+
+
+def chunk_dropped_by_reassembly() -> Patches:
+    add = Assembly.add
+
+    def lossy(self: Assembly, kind: int, flags: int, payload: Any) -> Any:
+        pieces = self._pieces
+        if flags & CUT and len(pieces) == 1:
+            return None
+        return add(self, kind, flags, payload)
+
+    yield patch.object(Assembly, "add", lossy)
+
+
+def reassembly_mixes_two_messages() -> Patches:
+    """The first piece of a message is kept, and begins the next one as well."""
+    add = Assembly.add
+
+    def sticky(self: Assembly, kind: int, flags: int, payload: Any) -> Any:
+        first = [*self._buffers, *self._pieces, payload[0]][0]
+        whole = add(self, kind, flags, payload)
+        if whole is not None and not self._pieces:
+            self._kind, self._pieces = kind, [first]
+        return whole
+
+    yield patch.object(Assembly, "add", sticky)
+
+
+def reassembly_survives_a_session() -> Patches:
+    """Half of a message that a peer said in one session begins what it says in the next."""
+    assemblies: dict[Any, Assembly] = {}
+    attach = EngineSessions._attach
+
+    def inherit(self: EngineSessions, hello: Any, now: float) -> Any:
+        attached = attach(self, hello, now)
+        if attached is not None:
+            session = attached.session
+            session._assembly = assemblies.setdefault((id(self), hello.peer), session._assembly)
+        return attached
+
+    yield patch.object(EngineSessions, "_attach", inherit)
+
+
+# ------------------------------------------------------------------------------------------------------------ path
+
+
+def gap_not_told_after_a_reconnect() -> Patches:
+    yield patch.object(Receiver, "path_changed", lambda self: None)
+
+
+def outage_taken_for_a_death() -> Patches:
+    def verdict(self: Liveness, now: float, path_ok_at: float) -> Verdict | None:
+        if now - path_ok_at <= self.settings.dead_after_s:
+            return None
+        return Verdict("silent", "the engine has not been heard of")
+
+    yield patch.object(Liveness, "_path_verdict", verdict)
+
+
+def outage_never_told() -> Patches:
+    yield patch.object(PathWatch, "lost_for_s", lambda self, now, path_ok_at: None)
+    yield patch.object(Liveness, "_path_verdict", lambda self, now, path_ok_at: None)
+
+
+def engine_keeps_sessions_without_a_path() -> Patches:
+    tend = EngineSessions.tend
+    yield patch.object(EngineSessions, "tend", lambda self, now, path_ok_at: tend(self, now, now))
+
+
 # -------------------------------------------------------------------------------------------------------- liveness
 
 
@@ -430,4 +502,11 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation("I2", 64, parked_rows_replaced),
     Mutation("I2", 149, parked_rows_overtaken),
     Mutation("I8", 44, aborted_requests_run_on),
+    Mutation("I2", 0, chunk_dropped_by_reassembly),
+    Mutation("I6", 0, reassembly_mixes_two_messages),
+    Mutation("I6", 0, reassembly_survives_a_session),
+    Mutation("I1", 0, gap_not_told_after_a_reconnect),
+    Mutation("I11", 0, outage_taken_for_a_death),
+    Mutation("I11", 0, outage_never_told),
+    Mutation("I8", 0, engine_keeps_sessions_without_a_path),
 )

@@ -10,9 +10,10 @@ from typing import Any
 from msgspec import Struct
 
 from tllm_core.contracts.interfaces import PORT_UP, EngineAddress, Frame, PeerId, PortState
-from tllm_core.errors import PortClosed, PortDown, PortFull
+from tllm_core.errors import FrameTooLarge, PortClosed, PortDown, PortFull
+from tllm_core.wire.header import size_of
 
-from .timeline import GRAIN_S, NEVER, Actor, Blocked, Timeline
+from .timeline import GRAIN_S, NEVER, Actor, Blocked, Process, Timeline
 from .violation import Violation
 
 SPINS = 2000
@@ -22,9 +23,16 @@ KEPT = 48
 
 
 class Weather(Struct, kw_only=True):
-    """What happens to frames. Probabilities, seconds. `reliable`: only a reconnect loses any, and order is kept."""
+    """What happens to frames. Probabilities, seconds. `reliable`: only a reconnect loses any, and order is kept.
+
+    `broker`: every port has a way of its own to a broker, which loses what is for somebody who is not connected, and what is
+    too much (`high_water`) for somebody slow; nobody hears of either. Paths are proven every `proof_s`.
+    """
 
     reliable: bool = True
+    broker: bool = False
+    proof_s: float = 0.0
+    max_frame: int | None = None
     drop: float = 0.0
     overtake: float = 0.0
     double: float = 0.0
@@ -35,28 +43,33 @@ class Weather(Struct, kw_only=True):
     high_water: int = 1000
 
 
+WHOLE, CUT, STUCK = range(3)
+"""How a port is connected: frames pass, are lost, or are held up."""
+
+
 class Line:
     """One direction of one path."""
 
-    __slots__ = ("calm", "down", "epoch", "held", "network", "stuck", "tail_at", "target")
+    __slots__ = ("calm", "epoch", "held", "network", "source", "tail_at", "target")
 
-    def __init__(self, network: Network, target: Callable[[], Port | None], calm: float) -> None:
-        self.network, self.target, self.calm = network, target, calm
-        self.stuck = self.down = False
+    def __init__(
+        self, network: Network, source: Callable[[], Port | None], target: Callable[[], Port | None], calm: float
+    ) -> None:
+        self.network, self.source, self.target, self.calm = network, source, target, calm
         self.held: list[Frame] = []
         self.epoch = 0
         self.tail_at = 0.0
 
-    def carry(self, frame: Frame) -> None:
+    def carry(self, frame: Frame, source: Port) -> None:
         network = self.network
         weather, chance = network.weather, network.rng.random
         target = self.target()
-        if target is not None and len(target.inbox) >= weather.high_water:
+        if target is not None and len(target.inbox) >= weather.high_water and not weather.broker:
             raise PortFull("the peer is too far behind")
         if weather.full and chance() < weather.full:
             raise PortFull("no room now")
         network.carried += 1
-        if self.down:
+        if source.leg == CUT or (target is not None and target.leg == CUT and not weather.broker):
             network.lost += 1
         elif weather.reliable:
             self.tail_at = max(self.tail_at, network.timeline.now + weather.delay_s + weather.jitter_s * chance())
@@ -80,16 +93,26 @@ class Line:
             network.timeline.at(when, self._arrive, frame, self.epoch)
 
     def _arrive(self, frame: Frame, epoch: int) -> None:
-        if epoch != self.epoch:
+        target, source = self.target(), self.source()
+        if epoch != self.epoch or target is None or target.leg == CUT:
             self.network.lost += 1
-        elif self.stuck:
+        elif target.leg == STUCK or (source is not None and source.leg == STUCK):
             self.held.append(frame)
-        elif (target := self.target()) is not None:
+            self._drop_some(self.held)
+        else:
             target.put(frame)
+            self._drop_some(target.inbox)
+
+    def _drop_some(self, waiting: list[Frame] | deque[Frame]) -> None:
+        """A broker keeps so much for a slow consumer: the newest goes, or one from the middle."""
+        weather = self.network.weather
+        if weather.broker and len(waiting) > weather.high_water:
+            self.network.lost += 1
+            at = len(waiting) - 1 if self.network.rng.random() < 0.5 else len(waiting) // 2
+            del waiting[at]
 
     def release(self) -> None:
         """What was held up arrives after all."""
-        self.stuck = False
         held, self.held = self.held, []
         for frame in held:
             self._arrive(frame, self.epoch)
@@ -104,8 +127,6 @@ class Line:
 class Port:
     """One end. What would block raises Blocked; a frame or `wake` runs its actor."""
 
-    max_frame: int | None = None
-
     def __init__(self, network: Network) -> None:
         self.network, self.timeline = network, network.timeline
         self.inbox: deque[Frame] = deque()
@@ -113,11 +134,67 @@ class Port:
         self.actor: Actor | None = None
         self.state: PortState = PORT_UP
         self.closed = self.woken = self.keep_open = False
+        self.max_frame = network.weather.max_frame
+        self.leg = WHOLE
         self.broken_at: float | None = None
+        self.whole_since = self.timeline.now
+        self.outages: list[tuple[float, float]] = []
+        """Of the own way: those that are over."""
+        self.process: Process | None = None
         self._polled_at, self._polls = -1.0, 0
 
     def path_ok_at(self) -> float:
-        return self.timeline.now if self.broken_at is None else self.broken_at
+        """Proofs come at their times, while the way is whole and the process runs."""
+        at = self.timeline.now if self.broken_at is None else self.broken_at
+        process = self.process
+        if process is not None and process.frozen_at is not None:
+            at = min(at, process.frozen_at)
+        proof_s = self.network.weather.proof_s
+        return max(at // proof_s * proof_s, min(at, self.whole_since)) if proof_s else at
+
+    # ------------------------------------------------------------------------------------------------ its own way
+
+    def lines(self) -> list[Line]:
+        raise NotImplementedError
+
+    def cut(self) -> None:
+        """A connection is lost with all that is on its way; where nothing is connected frames just vanish."""
+        if self.broken_at is None:
+            self.broken_at, self.leg = self.timeline.now, CUT
+            weather = self.network.weather
+            if weather.reliable or weather.broker:
+                for line in self.lines():
+                    line.lose()
+                self.timeline.later(self.network.notice_s(), self._show, self.broken_at)
+
+    def _show(self, since: float) -> None:
+        """What the client library makes of it."""
+        if self.broken_at == since:
+            self.moved(False)
+
+    def stall(self) -> None:
+        """Frames are held up, and none is lost."""
+        if self.broken_at is None:
+            self.broken_at, self.leg = self.timeline.now, STUCK
+
+    def mend(self) -> None:
+        if self.broken_at is None:
+            return
+        now = self.timeline.now
+        self.outages.append((self.broken_at, now))
+        was_cut, self.leg = self.leg == CUT, WHOLE
+        self.broken_at, self.whole_since = None, now
+        for line in self.lines():
+            line.release()
+        weather = self.network.weather
+        if was_cut and (weather.reliable or weather.broker):
+            self.moved(True)
+
+    def down_s(self, since: float) -> float:
+        """For how long the way is, or was the last time, broken after `since`."""
+        if self.broken_at is not None:
+            return self.timeline.now - max(since, self.broken_at)
+        return self.outages[-1][1] - max(since, self.outages[-1][0]) if self.outages else 0.0
 
     def receive(self, timeout: float | None) -> Sequence[Frame]:
         if self.closed:
@@ -152,6 +229,11 @@ class Port:
             if self.actor is not None:
                 self.actor.wake(self.timeline.now)
 
+    def measure(self, frame: Frame) -> None:
+        limit = self.max_frame
+        if limit is not None and len(frame) > 1 and (size := sum(map(size_of, frame))) > limit:
+            raise FrameTooLarge(f"{size} bytes in a frame of at most {limit}")
+
     def wake(self) -> None:
         self.woken = True
         if self.actor is not None:
@@ -182,9 +264,20 @@ class FrontendPort(Port):
             raise PortClosed("closed")
         if not self.state.up:
             raise PortDown("cut")
+        self.measure(frame)
         self.sent += 1
         self.inspect(frame)
-        self.path.up.carry(frame)
+        self.path.up.carry(frame, self)
+
+    def lines(self) -> list[Line]:
+        return [self.path.up, self.path.down]
+
+    def moved(self, up: bool) -> None:
+        """Where they are connected to each other the engine's end sees it too."""
+        super().moved(up)
+        engine = self.network.services.get(self.path.service)
+        if engine is not None and not engine.closed and not self.network.weather.broker:
+            engine.moved(True)
 
 
 class EnginePort(Port):
@@ -201,11 +294,20 @@ class EnginePort(Port):
     def send(self, to: PeerId, frame: Frame) -> None:
         if self.closed:
             raise PortClosed("closed")
-        path = self.network.paths.get((self.service, to))
+        if not self.state.up:
+            raise PortDown("cut")
+        self.measure(frame)
+        path, broker = self.network.paths.get((self.service, to)), self.network.weather.broker
         if path is None or path.port.closed or not path.port.state.up:
+            if broker:
+                return  # it was published, and nobody listened
             raise PortDown("nobody there")
         self.inspect(frame)
-        path.down.carry(frame)
+        path.down.carry(frame, self)
+
+    def lines(self) -> list[Line]:
+        paths = [path for (service, _), path in self.network.paths.items() if service == self.service]
+        return [line for path in paths for line in (path.up, path.down)]
 
     def forget(self, peer: PeerId) -> None:
         self.forgotten += 1
@@ -215,48 +317,14 @@ class Path:
     """Both directions between one frontend's port and one service."""
 
     def __init__(self, network: Network, port: FrontendPort, service: str) -> None:
-        self.network, self.port, self.service = network, port, service
+        self.port, self.service = port, service
         calm = 0.3 if service.startswith("watch") else 1.0
-        self.up = Line(network, lambda: network.services.get(service), calm)
-        self.down = Line(network, lambda: port, calm)
 
-    @property
-    def is_whole(self) -> bool:
-        return self.port.broken_at is None
+        def engine() -> EnginePort | None:
+            return network.services.get(service)
 
-    def cut(self) -> None:
-        """A reliable connection is lost with all that is on its way; elsewhere frames just vanish."""
-        if not self.is_whole:
-            return
-        self.port.broken_at = self.network.timeline.now
-        if self.network.weather.reliable:
-            self.up.lose()
-            self.down.lose()
-            self._move(False)
-        self.up.down = self.down.down = True
-
-    def stall(self) -> None:
-        """Frames are held up, and none is lost."""
-        if self.is_whole:
-            self.port.broken_at = self.network.timeline.now
-            self.up.stuck = self.down.stuck = True
-
-    def mend(self) -> None:
-        if self.is_whole:
-            return
-        self.port.broken_at = None
-        was_cut = self.up.down
-        self.up.down = self.down.down = False
-        self.up.release()
-        self.down.release()
-        if was_cut and self.network.weather.reliable:
-            self._move(True)
-
-    def _move(self, up: bool) -> None:
-        self.port.moved(up)
-        engine = self.network.services.get(self.service)
-        if engine is not None and not engine.closed:
-            engine.moved(True)
+        self.up = Line(network, lambda: port, engine, calm)
+        self.down = Line(network, engine, lambda: port, calm)
 
 
 class Network:
@@ -268,6 +336,10 @@ class Network:
         self.paths: dict[tuple[str, PeerId], Path] = {}
         self.carried = self.lost = 0
         self.history: deque[tuple[Port, Frame]] = deque(maxlen=KEPT)
+
+    def notice_s(self) -> float:
+        """How soon a client library sees that its connection is lost."""
+        return self.rng.random() * 0.05 if self.weather.broker else 0.0
 
     def connect(self, port: FrontendPort, service: str, peer: PeerId) -> Path:
         path = self.paths[service, peer] = Path(self, port, service)

@@ -6,6 +6,7 @@ import random
 from typing import Literal
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from tllm_core.wire.liveness import LivenessSettings
 from tllm_core.wire.settings import WireSettings
@@ -59,20 +60,28 @@ def draw(dice: random.Random, profile: Profile) -> ScheduleSettings:
     by_reference = dice.random() < 0.6
     tight = dice.random() < 0.6
     short = profile == "short"
+    wire, weather = draw_wire(dice, tight), draw_weather(dice, reliable, by_reference)
+    if weather.broker:
+        # An outage ends all sessions at once, and each frontend has to be told.
+        wire = replace(wire, tombstones=64)
     return ScheduleSettings(
         profile=profile,
         by_reference=by_reference,
         same_host=dice.random() < 0.5,
-        wire=draw_wire(dice, tight),
+        wire=wire,
         liveness=SHORT_LIVENESS if short else LIVENESS,
         worker=WorkerSettings(parked_bytes=dice.choice((1 << 12, 1 << 20)), stall_after_s=dice.choice((0.3, 2.0))),
-        weather=draw_weather(dice, reliable, by_reference),
+        weather=weather,
         attached=dice.choice((0, 0, 1) if short else (0, 0, 1, 1, 1, 2, 3)),
         calls=dice.randrange(1, 4) if short else dice.randrange(4, 16),
         faults=dice.choice((0, 1) if short else (0, 1, 1, 2, 3)),
         active_s=dice.choice((0.02, 0.05) if short else (0.15, 0.3, 0.6)),
         step_s=dice.choice((0.005, 0.02)),
     )
+
+
+MAX_FRAME = 300
+"""Just enough for a Welcome."""
 
 
 def draw_wire(dice: random.Random, tight: bool) -> WireSettings:
@@ -94,10 +103,23 @@ def draw_wire(dice: random.Random, tight: bool) -> WireSettings:
 
 
 def draw_weather(dice: random.Random, reliable: bool, by_reference: bool) -> Weather:
+    max_frame = dice.choice((None, None if by_reference else MAX_FRAME))
     if reliable:
-        return Weather(full=dice.choice((0.0, 0.05)), high_water=dice.choice((4, 1000)), jitter_s=0.005)
+        full, high_water = dice.choice((0.0, 0.05)), dice.choice((4, 1000))
+        return Weather(full=full, high_water=high_water, jitter_s=0.005, max_frame=max_frame)
+    if dice.random() < 0.5:
+        return Weather(
+            reliable=False,
+            broker=True,
+            proof_s=0.1,
+            double=dice.choice((0.0, 0.05)),
+            high_water=dice.choice((3, 8, 1000)),
+            jitter_s=0.005,
+            max_frame=max_frame,
+        )
     return Weather(
         reliable=False,
+        max_frame=max_frame,
         drop=dice.choice((0.0, 0.05, 0.15)),
         overtake=dice.choice((0.0, 0.1)),
         double=dice.choice((0.0, 0.1)),
