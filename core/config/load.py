@@ -8,7 +8,15 @@ import msgspec
 from msgspec import Struct
 
 from tllm_core.config.convert import check_layer, convert_layer, fail
-from tllm_core.config.settings import AttachSettings, Choice, EngineChoice, LedgerSettings, PluginSettings, Settings
+from tllm_core.config.settings import (
+    AttachSettings,
+    Choice,
+    EngineChoice,
+    FrontendsSettings,
+    LedgerSettings,
+    PluginSettings,
+    Settings,
+)
 from tllm_core.config.sources import (
     SECTIONS,
     KeyPath,
@@ -33,6 +41,7 @@ TABLES: dict[str, type[Struct]] = {
     "liveness": LivenessSettings,
     "ledger": LedgerSettings,
     "attach": AttachSettings,
+    "frontends": FrontendsSettings,
 }
 DEFAULTS = Settings()
 IMPLIED = ("default, as the launcher is inline", "default, as the transport is inproc")

@@ -42,6 +42,14 @@ class AttachSettings(Struct, frozen=True, forbid_unknown_fields=True):
     file: str | None = None
 
 
+class FrontendsSettings(Struct, frozen=True, forbid_unknown_fields=True):
+    """`[frontends]`: what `tllm worker` runs beside its engine. run: "module:function", called with an attached executor in
+    each of `count` processes; None = nothing. The worker ends once all of them have."""
+
+    run: str | None = None
+    count: Annotated[int, Meta(ge=1, le=1024)] = 1
+
+
 class Settings(Struct, frozen=True, kw_only=True):
     """All settings. `origins`: dotted key -> where its value came from, for every value that is no default."""
 
@@ -53,4 +61,5 @@ class Settings(Struct, frozen=True, kw_only=True):
     ledger: LedgerSettings = LedgerSettings()
     plugins: PluginSettings = PluginSettings()
     attach: AttachSettings = AttachSettings()
+    frontends: FrontendsSettings = FrontendsSettings()
     origins: dict[str, str] = field(default_factory=dict)

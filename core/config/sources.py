@@ -13,7 +13,7 @@ from tllm_core.errors import ConfigError
 ENV_PREFIX = "TLLM_"
 ENV_FILE = "TLLM_CONFIG"
 CWD_FILE = "tllm.toml"
-SECTIONS = ("engine", "transport", "launcher", "wire", "liveness", "ledger", "plugins", "attach")
+SECTIONS = ("engine", "transport", "launcher", "wire", "liveness", "ledger", "plugins", "attach", "frontends")
 
 KeyPath: TypeAlias = tuple[str, ...]
 
