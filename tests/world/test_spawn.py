@@ -205,7 +205,7 @@ def test_any_rank_that_fails_to_start_is_named_and_ends_the_others(spawn, late):
     if late:
         last = world.until(Identified).ranks[2].pid
         os.kill(last, signal.SIGSTOP)
-        world.until(Phase)
+        world.until(Listening)
         for _ in range(3):
             world.until(Beaten)
         assert world.of(Ready) == []
@@ -372,7 +372,7 @@ def test_beats_rise_strictly_and_show_a_stopped_rank_by_number(spawn):
 
 def test_a_process_that_holds_its_lock_while_loading_still_beats(spawn):
     world = spawn(**fault(at="start", do="hold_gil", seconds=1.0))
-    world.until(Phase)
+    world.until(Listening)
     world.until(Ready)
     running = [event for event in world.beats if event.beat.states == (RankState.RUNNING,)]
     assert len(running) >= 5
