@@ -20,6 +20,9 @@ INSTALL := $(PIP) install --quiet --constraint constraints.txt
 SOURCES := pyproject.toml setup.py constraints.txt
 LINKED := PYTHONPATH=.typing
 
+# Most tests wait for processes rather than compute, so that more of them than cores may run at once; a file's share its fixtures.
+PARALLEL ?= -n 4 --dist loadfile
+
 # torch's threads spin for each other; on few cores, shared with processes under test, long spins keep those from running.
 export GOMP_SPINCOUNT ?= 10000
 
@@ -30,10 +33,10 @@ demo: $(VENV)/.demo
 	$(BIN)/tllm demo
 
 test: $(VENV)/.test lint
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest $(PARALLEL)
 
 check-fast: $(VENV)/.test lint
-	$(BIN)/python -m pytest -m "not model" --ignore=tests/packaging
+	$(BIN)/python -m pytest $(PARALLEL) -m "not model" --ignore=tests/packaging
 
 lint: $(VENV)/.test typing
 	$(BIN)/ruff check
@@ -67,7 +70,7 @@ $(VENV)/.test: $(VENV)/.torch $(SOURCES)
 	touch $@
 
 soak: $(VENV)/.test
-	TLLM_SOAK_REQUESTS=100000 TLLM_SOAK_IDLE_S=600 TLLM_FUZZ_FRAMES=1000000 $(BIN)/python -m pytest tests/soak tests/faults/test_fuzz.py -s --timeout 3600
+	TLLM_SOAK_REQUESTS=100000 TLLM_SOAK_IDLE_S=600 TLLM_FUZZ_FRAMES=1000000 $(BIN)/python -m pytest tests/soak tests/faults/test_fuzz.py -s --timeout 3600 -o faulthandler_timeout=3500
 
 clean:
 	rm -rf $(VENV) .typing build dist tllm_core.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
