@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import secrets
 import ssl
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any
@@ -72,6 +73,9 @@ class Connection:
         self._settings, self._prefix, self._dropped = settings, prefix, dropped
         self._login = login or Login(settings.user, settings.password, settings.token)
         self._wants_tls = settings.wants_tls or url.startswith("tls://")
+        self._inbox = f"{prefix}._INBOX"
+        self._echo_subject = f"{self._inbox}.{secrets.token_hex(11)}"
+        self._echoes: dict[bytes, asyncio.Future[None]] = {}
         self._errors: list[Exception] = []
         self._before = asyncio.all_tasks()
 
@@ -92,6 +96,7 @@ class Connection:
             raise Lost(f"{login} holds no login that can be used ({type(error).__name__})", hopeless=True) from None
         if self._wants_tls and not self._is_encrypted():
             raise Lost(f"{self.url} offers no TLS, which the settings ask for", hopeless=True)
+        await self.subscribe(self._echo_subject, self._on_echo)
 
     async def close(self) -> None:
         """Ends the client, whatever state it is in, with all that runs on the loop since this connection was made."""
@@ -112,6 +117,21 @@ class Connection:
         limit = self._settings.receive_queue_bytes
         await self.client.subscribe(subject, cb=take, pending_msgs_limit=0, pending_bytes_limit=limit)
 
+    async def echo(self) -> None:
+        """Returns once all that was published before has passed the server, and its errors have arrived."""
+        word = secrets.token_bytes(8)
+        self._echoes[word] = echo = asyncio.get_running_loop().create_future()
+        try:
+            await self.client.publish(self._echo_subject, word)
+            await echo
+        finally:
+            del self._echoes[word]
+
+    async def _on_echo(self, message: Msg) -> None:
+        echo = self._echoes.get(message.data)
+        if echo is not None and not echo.done():
+            echo.set_result(None)
+
     def _options(self) -> dict[str, Any]:
         settings = self._settings
         options: dict[str, Any] = {
@@ -121,7 +141,7 @@ class Connection:
             "reconnect_time_wait": 0,
             "connect_timeout": settings.connect_timeout_s,
             "pending_size": PENDING_BYTES,
-            "inbox_prefix": f"{self._prefix}._INBOX",
+            "inbox_prefix": self._inbox,
             "error_cb": self._on_error,
             "closed_cb": self._on_closed,
             "disconnected_cb": self._on_closed,

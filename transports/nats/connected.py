@@ -12,7 +12,6 @@ import contextlib
 import itertools
 import logging
 import os
-import secrets
 import selectors
 import threading
 import time
@@ -20,8 +19,6 @@ import weakref
 from collections import deque
 from collections.abc import Sequence
 from typing import Any
-
-from nats.aio.msg import Msg
 
 from tllm_core.contracts.interfaces import Frame, PortState
 from tllm_core.errors import FrameTooLarge, PortClosed, PortDown, PortFull, TransportError
@@ -70,8 +67,6 @@ class ConnectedPort:
         self._opened = threading.Event()
         self._refused = ""
         self._closed = False
-        self._echo = f"{subjects.inbox}.{secrets.token_hex(11)}"
-        self._echoes: dict[bytes, asyncio.Future[None]] = {}
         self._selector: selectors.BaseSelector = selectors.DefaultSelector()
         self._loop = asyncio.SelectorEventLoop(self._selector)
         self._pending = asyncio.Event()
@@ -209,7 +204,6 @@ class ConnectedPort:
     async def _use(self, connection: Connection) -> None:
         """Never returns: raises Lost once the connection is."""
         await connection.open()
-        await connection.subscribe(self._echo, self._on_echo)
         tasks = [asyncio.create_task(self._work(connection)), asyncio.create_task(self._probe(connection))]
         waited: list[asyncio.Future[Any]] = [*tasks, connection.lost]
         done, _ = await asyncio.wait(waited, return_when=asyncio.FIRST_COMPLETED)
@@ -249,7 +243,7 @@ class ConnectedPort:
         stale_s = self._settings.stale_after_s
         while True:
             asked_at, seen = time.monotonic(), self._signs_of_life(connection)
-            asking = asyncio.create_task(self._ask_echo(connection))
+            asking = asyncio.create_task(connection.echo())
             while not (await asyncio.wait([asking], timeout=stale_s))[0]:
                 before, seen = seen, self._signs_of_life(connection)
                 if seen == before:
@@ -261,21 +255,6 @@ class ConnectedPort:
     def _signs_of_life(self, connection: Connection) -> tuple[int, int]:
         return connection.client.stats["in_msgs"], self._handed
 
-    async def _ask_echo(self, connection: Connection) -> None:
-        """Returns once all that was published before has passed the server, and its errors have arrived."""
-        word = secrets.token_bytes(8)
-        self._echoes[word] = echo = asyncio.get_running_loop().create_future()
-        try:
-            await connection.client.publish(self._echo, word)
-            await echo
-        finally:
-            del self._echoes[word]
-
-    async def _on_echo(self, message: Msg) -> None:
-        echo = self._echoes.get(message.data)
-        if echo is not None and not echo.done():
-            echo.set_result(None)
-
     async def _linger(self) -> None:
         """Publishes what was taken, and sees that the server has it: a close right after could still lose it."""
         connection = self._connection
@@ -286,9 +265,9 @@ class ConnectedPort:
 
     async def _finish(self, connection: Connection) -> None:
         while self._queue:
-            await self._ask_echo(connection)
+            await connection.echo()
         await self._leave(connection)
-        await self._ask_echo(connection)
+        await connection.echo()
 
     # --------------------------------------------------------------------------------------------------------- state
 

@@ -61,7 +61,7 @@ class NatsEnginePort(ConnectedPort, EnginePort):
         await connection.subscribe(self._subjects.up_from_all, self._on_up)
         # A server tells of what this login may not do afterwards, so that is tried before the port is up.
         await connection.client.publish(self._subjects.down(NOBODY), ASK)
-        await self._ask_echo(connection)
+        await connection.echo()
 
     async def _check_free(self, connection: Connection) -> None:
         """An answer is a holder's. Silence is none: whoever listens to all subjects of a server is no holder."""

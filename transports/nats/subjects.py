@@ -15,11 +15,6 @@ class Subjects(Struct, frozen=True):
     generation: int
 
     @property
-    def inbox(self) -> str:
-        """Below it are replies and the ports' own echoes."""
-        return f"{self.prefix}._INBOX"
-
-    @property
     def holder(self) -> str:
         """Answered by whoever holds the engine's name."""
         return f"{self.prefix}.{self.engine}.holder"
