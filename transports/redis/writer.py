@@ -321,7 +321,7 @@ class Writer:
         """What became of the entries of one transaction; what was not written stays in flight."""
         results = replies[-1]
         if not isinstance(results, list):
-            if any(isinstance(reply, OutOfMemoryError) for reply in replies):
+            if any(_has_no_memory(reply) for reply in replies):
                 self._fit = max(1, len(entries) // 2)  # the transaction itself takes memory too
                 return
             raise next(reply for reply in replies if isinstance(reply, Exception))
@@ -356,3 +356,8 @@ class Writer:
         self.ids.skip(dict(zip(facts[::2], facts[1::2], strict=False))[b"last-generated-id"])
         entry.id = self.ids.next()
         self._path.disturbed()
+
+
+def _has_no_memory(reply: Any) -> bool:
+    """A command was refused for that, or the whole transaction was, for the same reason in other words."""
+    return isinstance(reply, OutOfMemoryError) or (isinstance(reply, ResponseError) and "OOM command" in str(reply))
