@@ -1,4 +1,4 @@
-"""Engines idle in a process of their own from the start of the session on, so that no other test waits for them."""
+"""Engines idle in a process of their own, beside other tests: these don't wait for them."""
 
 import json
 import os
@@ -58,13 +58,21 @@ class IdleEngines:
 STARTED = pytest.StashKey[IdleEngines]()
 
 
+def _start(config: pytest.Config) -> IdleEngines:
+    engines = config.stash[STARTED] = IdleEngines()
+    config.add_cleanup(engines.close)
+    return engines
+
+
 def pytest_collection_finish(session: pytest.Session) -> None:
+    # Each of several workers collects every test, and one of them will run this one: beside the others in any case.
+    alone = "PYTEST_XDIST_WORKER" not in os.environ
     wanted = any("idle_engines" in getattr(item, "fixturenames", ()) for item in session.items)
-    if wanted and not session.config.option.collectonly:
-        engines = session.config.stash[STARTED] = IdleEngines()
-        session.config.add_cleanup(engines.close)
+    if alone and wanted and not session.config.option.collectonly:
+        _start(session.config)
 
 
 @pytest.fixture
 def idle_engines(request: pytest.FixtureRequest) -> IdleEngines:
-    return request.config.stash[STARTED]
+    started = request.config.stash.get(STARTED, None)
+    return _start(request.config) if started is None else started
