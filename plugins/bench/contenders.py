@@ -123,7 +123,7 @@ _SERVERS: dict[str, Callable[[], BrokerProcess]] = {"nats": _nats, "redis": _val
 
 def _started(name: str, library: str) -> BrokerProcess:
     try:
-        server = _SERVERS[library]()
+        server = _SERVERS[library]().start()
     except ConfigError as error:
         raise ConfigError(f"{error}; or say where one is: --set transport.{name}.url=...") from None
     print(f"{name}: no url is given; measured over {server.url}, started for this run", file=sys.stderr)

@@ -39,7 +39,7 @@ class Setup:
 
     def __init__(self, name: str, directory: Path) -> None:
         self.name, self.directory = name, directory
-        self.server = SERVERS[name]()
+        self.server = SERVERS[name]().start()
         self.executors: list[GenerationExecutor] = []
         self.frontends: list[AttachedProcess] = []
 

