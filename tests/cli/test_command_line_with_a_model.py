@@ -34,7 +34,11 @@ def tllm(*arguments: str, folder: Path, stdin: str = "") -> str:
 def test_the_demo_answers_and_says_how_fast(tmp_path: Path) -> None:
     printed = tllm("demo", "--max-tokens", "24", folder=tmp_path)
     assert "is ready after" in printed
-    assert re.search(r"^\d+ tokens, first after \d+ ms, [\d.]+ tokens/s\.$", printed, re.MULTILINE)
+    assert re.search(
+        r"^The answer has \d+ tokens: the first came after \d+ ms, the rest at [\d.]+ tokens per second\.$",
+        printed,
+        re.MULTILINE,
+    )
     assert "Paris" in printed
 
 

@@ -54,8 +54,8 @@ def marked(mark: str) -> dict[int, str]:
     return found
 
 
-def threads_of_ours() -> list[str]:
-    return [thread.name for thread in threading.enumerate() if thread.name.startswith("tllm-")]
+def threads_of_ours() -> set[threading.Thread]:
+    return {thread for thread in threading.enumerate() if thread.name.startswith("tllm-")}
 
 
 class Trace:
@@ -63,6 +63,7 @@ class Trace:
 
     def __init__(self, mark: str, directory: Path) -> None:
         self.mark, self.directory = mark, directory
+        self._threads = threads_of_ours()
         self._descriptors = len(os.listdir("/proc/self/fd"))
         self._shm = set(os.listdir("/dev/shm"))
 
@@ -77,7 +78,7 @@ class Trace:
 
     def check(self) -> None:
         self.until_gone()
-        until(lambda: not threads_of_ours(), f"no thread survives: {threads_of_ours()}", 10)
+        until(lambda: threads_of_ours() <= self._threads, f"no thread survives: {threads_of_ours()}", 10)
         until(lambda: len(os.listdir("/proc/self/fd")) <= self._descriptors, "no descriptor survives", 10)
         assert self.files() == []
         assert [name for name in set(os.listdir("/dev/shm")) - self._shm if "tllm" in name.lower()] == []

@@ -109,12 +109,13 @@ def test_sockets_are_for_this_user_alone_and_gone_after_close(directory: Path) -
     assert list(directory.iterdir()) == []
 
 
-def test_the_default_directory_is_private(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+def test_the_default_directory_is_private(monkeypatch: pytest.MonkeyPatch, directory: Path) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(directory.parent))
+    default = directory.parent / "tllm-core"
     port = ZmqTransport(ZmqSettings()).listen("model", 1)
-    assert stat.S_IMODE((tmp_path / "tllm-core").stat().st_mode) == 0o700
+    assert stat.S_IMODE(default.stat().st_mode) == 0o700
     port.close()
-    (tmp_path / "tllm-core").chmod(0o777)
+    default.chmod(0o777)
     with pytest.raises(ConfigError, match=r"only this user.*transport\.zmq\.directory"):
         ZmqTransport(ZmqSettings()).listen("model", 1)
 
