@@ -28,7 +28,7 @@ from tllm_core.contracts.interfaces import (
 from tllm_core.errors import FrameTooLarge, PortClosed, PortDown, PortFull
 from tllm_core.transports.zmq.names import HeldName
 from tllm_core.transports.zmq.packing import TABLE_BYTES, measure, pack, unpack
-from tllm_core.transports.zmq.path import Path
+from tllm_core.transports.zmq.path import TCP_OPTIONS, EnginePath, FrontendPath
 from tllm_core.transports.zmq.settings import ZmqSettings
 from tllm_core.transports.zmq.wake import Wake
 
@@ -37,9 +37,6 @@ LAST, MORE, READABLE = int(zmq.NOBLOCK), int(zmq.NOBLOCK | zmq.SNDMORE), int(zmq
 
 BATCH_FRAMES = 256
 """Frames that one `receive` takes before senders of the same port get their turn."""
-
-TCP_OPTIONS = ((zmq.HEARTBEAT_IVL, 2000), (zmq.HEARTBEAT_TIMEOUT, 6000), (zmq.TCP_MAXRT, 10_000))
-"""Milliseconds. One connection of several may go silent, as when a firewall forgets it: then nothing else would end it."""
 
 _open_ports: weakref.WeakSet[_SocketPort] = weakref.WeakSet()
 
@@ -58,7 +55,7 @@ class _SocketPort:
     _routed = False
     """Messages start with the peer's id."""
 
-    def __init__(self, kind: zmq.SocketType, settings: ZmqSettings, protocol: str) -> None:
+    def __init__(self, kind: zmq.SocketType, settings: ZmqSettings) -> None:
         self.max_frame: int | None = settings.max_frame_bytes
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
         self._socket = _configure(self._context.socket(kind), settings)
@@ -74,13 +71,15 @@ class _SocketPort:
         self._poll.register(self._fd, select.POLLIN)
         self._wake_fd = self._wake.fileno()
         self._poll.register(self._wake_fd, select.POLLIN)
-        self._path: Path | None = None
-        if protocol == "tcp":
-            for option, value in TCP_OPTIONS:
-                self._socket.setsockopt(option, value)
-            self._path = Path(self._socket, always_up=kind == zmq.ROUTER)
-            self._poll.register(self._path.fd, select.POLLIN)
+        self._path: EnginePath | None = None
         _open_ports.add(self)
+
+    def _watch(self, path: EnginePath) -> None:
+        """For tcp, before the socket binds or connects."""
+        for option, value in TCP_OPTIONS:
+            self._socket.setsockopt(option, value)
+        self._path = path
+        self._poll.register(path.fd, select.POLLIN)
 
     @property
     def state(self) -> PortState:
@@ -108,11 +107,18 @@ class _SocketPort:
                 if frames or self._take_wake() or not park:
                     return frames
                 polled = False
-                for fd, _ in self._poll.poll(None if left is None else left * 1000):
+                for fd, _ in self._poll.poll(self._patience_ms(left)):
                     if fd == self._fd:
                         polled = True
                     elif fd == self._wake_fd:
                         self._wake.clear()
+
+    def _patience_ms(self, left_s: float | None) -> float | None:
+        renew_at = None if self._path is None else self._path.renew_at
+        if renew_at is not None:
+            renew_s = max(0.0, renew_at - time.monotonic())
+            left_s = renew_s if left_s is None else min(left_s, renew_s)
+        return None if left_s is None else left_s * 1000
 
     def _take_wake(self) -> bool:
         if not self._woken:
@@ -123,7 +129,8 @@ class _SocketPort:
     def _drain(self, park: bool, polled: bool = False) -> list[Frame]:
         """Takes what is there. Where nothing is and `park`, the caller goes into the poll, from which senders may wake it.
 
-        A connection that was lost or is back counts as a wake-up, so that the caller looks at `state`.
+        A connection that was lost, renewed or is back counts as a wake-up, so that the caller looks at `state`. (Renewing
+        it also may have taken in the command that was to wake the reader.)
         """
         frames: list[Frame] = []
         with self._lock:
@@ -240,8 +247,10 @@ class ZmqEnginePort(_SocketPort, EnginePort):
     _routed = True
 
     def __init__(self, settings: ZmqSettings, held: HeldName) -> None:
-        super().__init__(zmq.ROUTER, settings, settings.protocol)
+        super().__init__(zmq.ROUTER, settings)
         self._held = held
+        if settings.protocol == "tcp":
+            self._watch(EnginePath(self._socket))
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         # A peer whose connection broke unnoticed on this side comes back under the same id.
         self._socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
@@ -270,8 +279,10 @@ class ZmqFrontendPort(_SocketPort, FrontendPort):
     """A frontend's end. It may be there before the engine is; what is sent meanwhile waits."""
 
     def __init__(self, settings: ZmqSettings, endpoint: str, peer: PeerId) -> None:
-        super().__init__(zmq.DEALER, settings, endpoint.partition(":")[0])
+        super().__init__(zmq.DEALER, settings)
         try:
+            if endpoint.startswith("tcp:"):
+                self._watch(FrontendPath(self._socket, endpoint))
             self._socket.setsockopt(zmq.ROUTING_ID, peer)
             self._socket.setsockopt(zmq.IPV6, "[" in endpoint)
             self._socket.connect(endpoint)
