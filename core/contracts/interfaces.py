@@ -158,11 +158,25 @@ class EngineContext(ABC):
         """Puts a process that the engine started itself under watch; its death is the engine's."""
 
 
+class EngineCapability(enum.Flag):
+    """What an engine can do; declared on the class, verified by the conformance suite."""
+
+    NONE = 0
+    DETERMINISTIC = enum.auto()
+    """A greedy or seeded request gets the same tokens every time, alone or beside others."""
+    SELF_DRIVEN = enum.auto()
+    """Works on a thread of its own: `step` only fetches what is there, and `EngineContext.wake` asks for it."""
+    MANY_RANKS = enum.auto()
+    """Can be set to run as several ranks."""
+
+
 class Engine(ABC):
     """Runs a model. All calls come from one thread of its rank; only start, submit, abort and step must be written.
 
     Constructed as `Engine(settings)` with an instance of the spec's `settings_type`.
     """
+
+    capabilities: ClassVar[EngineCapability] = EngineCapability.NONE
 
     paused: bool = False
     """Set while it holds requests on purpose (a control call paused it, or put it to sleep): not a hang. Read after every step

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 from msgspec import Struct
 
-from tllm_core.contracts.interfaces import Engine, EngineContext, ProgressCallback
+from tllm_core.contracts.interfaces import Engine, EngineCapability, EngineContext, ProgressCallback
 from tllm_core.contracts.messages import (
     EngineInfo,
     EngineRequest,
@@ -19,24 +19,12 @@ from tllm_core.contracts.messages import (
     Step,
 )
 from tllm_core.engines.echo.faults import Faults, concerns, strike
+from tllm_core.engines.echo.intake import SUPPORTS, check
 from tllm_core.engines.echo.pacer import Pacer
 from tllm_core.engines.echo.sequences import EchoExtra, ending_of, extra_of, outputs_of
 from tllm_core.engines.echo.spec import EchoSettings
-from tllm_core.errors import ControlError, RequestError
+from tllm_core.errors import ControlError
 
-SUPPORTS = frozenset(
-    {
-        "n",
-        "max_tokens",
-        "min_tokens",
-        "stop_token_ids",
-        "ignore_eos",
-        "logprobs",
-        "prompt_logprobs",
-        "cache_salt",
-        "extra",
-    }
-)
 MAX_N = 1024
 """A sequence's key is request_id * MAX_N + index."""
 
@@ -59,6 +47,7 @@ class Live(Struct, gc=False):
 class EchoEngine(Engine):
     """Answers with `expected_tokens`; its only limits are those of its settings."""
 
+    capabilities = EngineCapability.DETERMINISTIC | EngineCapability.MANY_RANKS
     settings: EchoSettings
     _context: EngineContext
 
@@ -100,24 +89,9 @@ class EchoEngine(Engine):
 
     def submit(self, request: EngineRequest) -> None:
         self._faults.strike("submit", [request.prompt_token_ids])
-        self._check(request)
+        check(request, self.settings)
         live = Live(request, extra_of(request), time.monotonic(), request.sampling.n)
         self._live[request.request_id] = self._waiting[request.request_id] = live
-
-    def _check(self, request: EngineRequest) -> None:
-        room = self.settings.max_seq_len - len(request.prompt_token_ids)
-        if not len(request.prompt_token_ids) > 0:
-            raise RequestError("prompt_token_ids is empty", field="prompt_token_ids")
-        if room < max(1, request.sampling.max_tokens or 1):
-            raise RequestError(
-                f"prompt of {len(request.prompt_token_ids)} tokens and max_tokens {request.sampling.max_tokens or 1}"
-                f" exceed max_seq_len {self.settings.max_seq_len}",
-                field="max_tokens",
-            )
-        if request.sampling.n > self.settings.max_batch_size:
-            raise RequestError(
-                f"n {request.sampling.n} exceeds max_batch_size {self.settings.max_batch_size}", field="n"
-            )
 
     def abort(self, request_id: int) -> None:
         live = self._live.pop(request_id, None)
@@ -216,6 +190,8 @@ class EchoEngine(Engine):
         return [value for _ in asked]
 
     def _call(self, method: str, args: Sequence[Plain]) -> Plain:
+        if method not in _CONTROLS:
+            raise ControlError(f"the echo engine has no control method {method!r}")
         try:
             return _CONTROLS[method](self, *args)
         except TypeError as error:

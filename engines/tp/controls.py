@@ -44,6 +44,8 @@ class Controls:
 
     def call(self, method: str, args: Sequence[Plain]) -> Plain:
         """One of METHODS. Raises ControlError, also for arguments that it does not take."""
+        if method not in METHODS:
+            raise ControlError(f"the tp engine has no control method {method!r}")
         try:
             return METHODS[method](self, *args)
         except (ConfigError, ModelError) as error:

@@ -12,7 +12,7 @@ import tllm_core.engines.tp.waiting  # noqa: F401 - before torch
 # isort: split
 import torch
 
-from tllm_core.contracts.interfaces import Engine, EngineContext
+from tllm_core.contracts.interfaces import Engine, EngineCapability, EngineContext
 from tllm_core.contracts.messages import (
     EngineInfo,
     EngineRequest,
@@ -46,6 +46,7 @@ _BROKEN = "the model's logits are not finite (NaN or infinity); this request can
 class TpEngine(Engine):
     """Runs a model for many requests at once. Only `step` does work; nothing is shared between requests but the batch."""
 
+    capabilities = EngineCapability.DETERMINISTIC
     settings: TpSettings
     _scheduler: Scheduler
     _sampler: Sampler
