@@ -7,9 +7,7 @@ import os
 import weakref
 from collections.abc import Mapping, Sequence
 from types import TracebackType
-from typing import Any, Literal, Self
-
-import msgspec
+from typing import Any, Self
 
 from tllm_core.attach import AttachFile, read_attach_file, write_attach_file
 from tllm_core.checks import Checks, default_sampling
@@ -17,17 +15,14 @@ from tllm_core.config import Settings, load_settings
 from tllm_core.contracts.messages import (
     EngineInfo,
     GenerationRequest,
-    IterationStats,
-    KvEvents,
     Plain,
     TokenIds,
 )
-from tllm_core.errors import ConfigError, ControlError, EngineDeadError, ExecutorClosedError, Overloaded, TllmError
+from tllm_core.control import ControlCalls
+from tllm_core.errors import ConfigError, EngineDeadError, ExecutorClosedError, Overloaded, TllmError
 from tllm_core.frontend import Frontend
 from tllm_core.health import Health, health_of
-from tllm_core.ledger.ledger import Call
 from tllm_core.ledger.result import GenerationResult
-from tllm_core.ledger.waiting import Deadline, ThreadWaiter, async_waiter
 from tllm_core.plan import OnPhase, Plan, ticket_for, wait_ready
 from tllm_core.prompts import Params, is_one_prompt, many_prompts, per_prompt
 from tllm_core.wire.link import FrontendLink
@@ -40,7 +35,7 @@ OPEN_S = 30.0
 """How long an engine that said Ready may take to answer Hello."""
 
 
-class GenerationExecutor:
+class GenerationExecutor(ControlCalls):
     """The front door of one engine generation. Make it with `create`; use it from any threads and event loops at once."""
 
     def __init__(self, frontend: Frontend, info: EngineInfo, settings: Settings, plan: Plan) -> None:
@@ -50,7 +45,7 @@ class GenerationExecutor:
         self._pid = frontend.pid
         self.info = info
         self._ticket: AttachFile | None = None
-        self._kv_cursor = 0
+        super().__init__()
         self._checks = Checks(info)
         frontend.start()
         _LIVE.add(frontend)
@@ -260,73 +255,6 @@ class GenerationExecutor:
         """A result lost its last reference: only an append, since finalizers run inside any lock."""
         self._frontend.ledger.dropped.append(client_id)
 
-    # ----------------------------------------------------------------------------------------------------- control
-
-    def control(
-        self, method: str, *args: Plain, ranks: Literal["all"] | Sequence[int] = "all", timeout: float | None = 60.0
-    ) -> list[Plain]:
-        """Calls one of `info.controls` on the engine's ranks, in order with requests; one value per rank.
-
-        Raises ControlError if it failed, was refused or did not answer within `timeout` seconds; EngineDeadError at once.
-        """
-        call = self._call(method, args, ranks, timeout)
-        waiter, deadline = ThreadWaiter(), Deadline(timeout)
-        call.waiters.append(waiter)
-        while call.outcome is None:
-            if not waiter.wait(deadline.left()) and self._frontend.ledger.withdraw_call(call.call_id):
-                raise ControlError(f"the engine did not answer {method!r} within {timeout} s")
-        return _values(call)
-
-    async def acontrol(self, method: str, *args: Plain, ranks: Literal["all"] | Sequence[int] = "all") -> list[Plain]:
-        """As `control`, for coroutines; use `asyncio.timeout` around it for a bound."""
-        call = self._call(method, args, ranks)
-        try:
-            while call.outcome is None:
-                waiter = async_waiter()
-                call.waiters.append(waiter)
-                if call.outcome is None:
-                    await waiter
-        finally:
-            self._frontend.ledger.withdraw_call(call.call_id)
-        return _values(call)
-
-    def _call(
-        self, method: str, args: Sequence[Plain], ranks: Literal["all"] | Sequence[int], timeout: float | None = None
-    ) -> Call:
-        self._check_process()
-        if method != "stats" and method not in self.info.controls:
-            known = ", ".join(sorted({"stats", *self.info.controls}))
-            raise ControlError(f"the engine of {self.info.model!r} has no control method {method!r}; it has: {known}")
-        return self._frontend.call(method, args, None if ranks == "all" else tuple(ranks), timeout)
-
-    def stats(self, timeout: float | None = 10.0) -> IterationStats:
-        """The engine's own numbers."""
-        return msgspec.convert(self.control("stats", timeout=timeout)[0], IterationStats)
-
-    async def astats(self) -> IterationStats:
-        """As `stats`, for coroutines."""
-        return msgspec.convert((await self.acontrol("stats"))[0], IterationStats)
-
-    def kv_events(self, since: int | None = None, timeout: float | None = 10.0) -> KvEvents:
-        """What became of the engine's KV blocks since this executor's last call, or from event number `since` on.
-
-        The engine keeps a bounded number of events for all frontends: each one reads all of them, and hears in `dropped` of
-        those that it came too late for. Raises ControlError where the engine has none, and what `control` raises.
-        """
-        cursor = self._kv_cursor if since is None else since
-        return self._took(self.control("kv_events", cursor, timeout=timeout), since)
-
-    async def akv_events(self, since: int | None = None) -> KvEvents:
-        """As `kv_events`, for coroutines."""
-        cursor = self._kv_cursor if since is None else since
-        return self._took(await self.acontrol("kv_events", cursor), since)
-
-    def _took(self, values: list[Plain], since: int | None) -> KvEvents:
-        events = msgspec.convert(values[0], KvEvents)
-        if since is None:
-            self._kv_cursor = events.next
-        return events
-
     def health(self) -> Health:
         """What is known now: alive, reachable, getting on. Never raises or blocks; see `Health` for what each field means."""
         return health_of(self._frontend, None if os.getpid() == self._pid else _foreign())
@@ -421,11 +349,3 @@ def _overrides(choices: Mapping[str, tuple[str | None, Mapping[str, Any] | None]
 
 def _foreign() -> ExecutorClosedError:
     return ExecutorClosedError("this executor belongs to the process that this one was forked from; create one here")
-
-
-def _values(call: Call) -> list[Plain]:
-    assert call.outcome is not None
-    error = call.outcome.fresh_error()
-    if error is not None:
-        raise error
-    return list(call.values)
