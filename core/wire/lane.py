@@ -2,7 +2,7 @@
 
 A frame is accepted when it gets its sequence number; from then on it is the lane's business until the peer acknowledges it.
 What is acknowledged was delivered: the acknowledgement trails what was taken until `delivered` is called. Frames are sent
-again only after evidence of loss where the port is reliable, and with exponential back-off elsewhere.
+again only after evidence of loss, or a long silence, where the port is reliable, and with exponential back-off elsewhere.
 """
 
 from collections import Counter
@@ -47,9 +47,9 @@ class Sender:
         self._flight_bytes = self._backlog_bytes = 0
         self.retry_at, self._retry_s = 0.0, settings.port_retry_s
         self._resend_at: float | None = None
-        self._resend_s = settings.resend_after_s
         self._probed = False
         self._recover_until = 0
+        self._resend_s = self._patience_s()
         self._last_gap = (-1, 0.0)
 
     @property
@@ -83,7 +83,7 @@ class Sender:
         """The frame to hand to the port now. Answer with `handed` or `blocked`, and ask again."""
         if now < self.retry_at:
             return None
-        if self._resend_at is not None and now >= self._resend_at and self._is_timed():
+        if self._resend_at is not None and now >= self._resend_at:
             return self._frames[self.acked + 1]
         return self._frames[self.cursor] if self._has_window() else None
 
@@ -92,8 +92,8 @@ class Sender:
         self._retry_s = self.settings.port_retry_s
         if frame.sequence < self.cursor:
             self.counters["resent"] += 1
-            self._probed = True
-            self._resend_s = min(self._resend_s * 2, self.settings.resend_max_s)
+            self._probed = self._is_doubtful()
+            self._resend_s = min(self._resend_s * 2, max(self.settings.resend_max_s, 4 * self._patience_s()))
             self._resend_at = now + self._resend_s
             return
         self.cursor += 1
@@ -129,7 +129,7 @@ class Sender:
         """When `due` has to be asked again, if nothing else happens before."""
         if self._has_window():
             return self.retry_at
-        return self._resend_at if self._is_timed() else None
+        return self._resend_at
 
     def _has_window(self) -> bool:
         if self.cursor > self.last:
@@ -141,9 +141,12 @@ class Sender:
         size = self._frames[self.cursor].size
         return flight < settings.window_frames and self._flight_bytes + size <= settings.window_bytes
 
-    def _is_timed(self) -> bool:
-        """Whether silence of the peer is taken for loss."""
+    def _is_doubtful(self) -> bool:
+        """Whether a short silence of the peer is taken for loss."""
         return not self.reliable or self.acked < self._recover_until
+
+    def _patience_s(self) -> float:
+        return self.settings.resend_after_s if self._is_doubtful() else self.settings.probe_after_s
 
     def _advance(self, ack: int, now: float) -> None:
         for sequence in range(self.acked + 1, ack + 1):
@@ -153,7 +156,7 @@ class Sender:
         self.acked = ack
         if self.cursor <= ack:
             self.cursor = ack + 1
-        self._resend_s = self.settings.resend_after_s
+        self._resend_s = self._patience_s()
         self._resend_at = None if self.cursor == ack + 1 else now + self._resend_s
         if self._probed:
             # The probe was missing, so what was sent after it most likely is as well.
@@ -169,9 +172,9 @@ class Sender:
     def _go_back(self) -> None:
         self.cursor = self.acked + 1
         self._flight_bytes = 0
-        self._resend_at, self._resend_s = None, self.settings.resend_after_s
-        self._probed = False
+        self._resend_at, self._probed = None, False
         self._recover_until = self.sent
+        self._resend_s = self._patience_s()
 
 
 class Receiver:

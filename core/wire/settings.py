@@ -15,7 +15,8 @@ class WireSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     window_frames, window_bytes: sent and not acknowledged, at most. backlog_frames, backlog_bytes: accepted and not yet
     sent, at most; beyond it submit raises Overloaded. max_message_bytes: one message; beyond it FrameTooLarge.
     ack_every_frames, ack_delay_s: a receiver acknowledges after so many frames, or so long after the first of them.
-    resend_after_s, resend_max_s: back-off where a port may lose frames. port_retry_s: how soon a port that was full or down
+    resend_after_s, resend_max_s: back-off where a port may lose frames. probe_after_s: silence about frames in flight after which
+    one is sent again also where the port claims to lose none. port_retry_s: how soon a port that was full or down
     is tried again. hello_retry_s: how often an unanswered Hello is repeated. max_half_open, half_open_s: attaches that were
     welcomed and have not spoken yet: how many, and for how long. tombstones: ended sessions that are still answered.
     parked_bytes, stall_after_s: what an engine keeps for a frontend that does not read, and for how long its lane may be full;
@@ -31,6 +32,7 @@ class WireSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     ack_delay_s: Seconds = 0.02
     resend_after_s: Seconds = 0.2
     resend_max_s: Seconds = 2.0
+    probe_after_s: Seconds = 5.0
     port_retry_s: Seconds = 0.005
     hello_retry_s: Seconds = 0.1
     max_half_open: Count = 64

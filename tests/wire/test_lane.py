@@ -23,6 +23,7 @@ SMALL = WireSettings(
     ack_delay_s=0.02,
     resend_after_s=0.2,
     resend_max_s=1.0,
+    probe_after_s=1000.0,
 )
 ENDS = st.sampled_from([0, 1])
 PLACES = st.integers(0, 7)
@@ -242,6 +243,40 @@ TestReliableChannel = ReliableChannel.TestCase
 TestStaleGapChannel = StaleGapChannel.TestCase
 
 
+def test_a_reliable_port_that_lost_the_last_frame_is_found_out() -> None:
+    settings = WireSettings(probe_after_s=5.0)
+    sender = Sender(settings, Counter(), reliable=True)
+    receiver = Receiver(settings, Counter())
+    sender.offer(MESSAGE, (b"last",), 4)
+    lost = sender.due(0.0)
+    assert lost is not None
+    sender.handed(lost, 0.0)
+    assert sender.due(4.9) is None
+    assert sender.next_at() == 5.0
+    again = sender.due(5.0)
+    assert again is lost
+    sender.handed(again, 5.0)
+    assert sender.due(14.9) is None
+    assert receiver.take(again.sequence, 5.1)
+    receiver.delivered()
+    sender.acknowledge(receiver.ack, False, 5.2)
+    assert sender.is_idle
+    assert sender.next_at() is None
+
+
+def test_acknowledgements_that_come_slowly_are_no_silence() -> None:
+    sender = Sender(WireSettings(probe_after_s=5.0), Counter(), reliable=True)
+    for _ in range(3):
+        sender.offer(MESSAGE, (b"x",), 1)
+        frame = sender.due(0.0)
+        assert frame is not None
+        sender.handed(frame, 0.0)
+    for ack, now in ((1, 4.0), (2, 8.0)):
+        sender.acknowledge(ack, False, now)
+        assert sender.due(now + 4.9) is None
+    assert sender.due(13.0) is not None
+
+
 # ---------------------------------------------------------------------------------------------------- mutations
 
 
@@ -291,8 +326,8 @@ class ForgetsWhatWasSent(Sender):
     def _fill_gap(self, ack, now):
         pass
 
-    def _is_timed(self):
-        return False
+    def _patience_s(self):
+        return 1e9
 
 
 class BelievesAnyAck(Sender):
