@@ -159,3 +159,17 @@ def test_one_connection_that_goes_silent_beside_a_good_one_is_given_up_and_made_
     until(lambda: remote.proxies[-1].accepted == 2)  # a second connection
     remote.proxies[-1].thaw()
     assert_exact(results)
+
+
+@pytest.mark.parametrize("count", [1, 40])
+@pytest.mark.parametrize("lane", ["watcher", "engine"])
+def test_bytes_that_the_network_spoiled_never_reach_a_caller_and_hold_nobody_up(
+    remote: Remote, lane: str, count: int
+) -> None:
+    proxy = remote.proxies[["watcher", "engine"].index(lane)]
+    results = [remote.stream(first) for first in range(1, 5)]
+    for _ in range(3):
+        enough = proxy.moved + 500
+        until(lambda enough=enough: proxy.moved >= enough)
+        proxy.corrupt(count)
+    assert_exact(results)
