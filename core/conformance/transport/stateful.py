@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 
+import pytest
 from hypothesis import HealthCheck, Phase, settings, strategies
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 
@@ -33,6 +34,10 @@ class Asked:
 
     def step(self) -> None:
         """Takes the next update; a second outcome, or one that can't be, is a failure."""
+        if self.outcome == "dead":
+            with pytest.raises(EngineDeadError):
+                next(self.result)
+            return
         if self.outcome:
             assert list(self.result) == [], "something came after the terminal outcome"
             return
@@ -166,8 +171,6 @@ class _Machine(RuleBasedStateMachine):
     def _settle(self) -> None:
         """I1: everything ends, without any further doing."""
         for asked in self.asked:
-            with contextlib.suppress(EngineDeadError):
-                asked.result.result(PATIENCE_S)
             while not asked.outcome:
                 asked.step()
             asked.step()

@@ -192,8 +192,8 @@ class StreamCases(TransportSubject):
         ]
         for result in results:
             next(result)
-        world.owner.generate_async([BOMB], SamplingParams(max_tokens=LONG))
-        for result in results:
+        bomb = world.owner.generate_async([BOMB], SamplingParams(max_tokens=LONG))
+        for result in (*results, bomb):
             with pytest.raises(EngineDeadError, match="bomb"):
                 result.result(PATIENCE_S)
             tokens = result.outputs[0].token_ids

@@ -39,6 +39,7 @@ FAULTS = [
 ENGINE = {"step_interval_s": 0.002, "max_seq_len": 8_000_000, "max_batch_size": 256}
 PATIENT = {
     "wire.window_frames": 64,
+    "wire.backlog_frames": 256,
     "wire.stall_after_s": 3.0,
     "liveness.dead_after_s": 10.0,
     "liveness.frontend_dead_after_s": 30.0,
