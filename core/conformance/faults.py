@@ -10,7 +10,7 @@ import signal
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from msgspec import structs
 
@@ -51,8 +51,7 @@ class EngineProcess:
 
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
-        self._plan = _Plan.of(settings)
-        self._stack = contextlib.ExitStack()
+        self._plan = cast("_Plan", _Plan.of(settings))
         self._frontends: list[GenerationExecutor] = []
         self.owner = GenerationExecutor._start(self._plan, settings, None)
         self._ticket = self.owner._ticket

@@ -116,12 +116,11 @@ class EndCases(TransportSubject):
         peer, frontend = pair.frontend()
         pair.engine.send(peer, [b"unread"])
         for port in (frontend, pair.engine):
-            assert port.state.up
+            assert (port.state.up, port.state.closed) == (True, False)
             port.close()
             port.close()
             port.wake()
-            assert port.state.closed
-            assert not port.state.up
+            assert (port.state.up, port.state.closed) == (False, True)
             with pytest.raises(PortClosed):
                 port.receive(0)
         with pytest.raises(PortClosed):

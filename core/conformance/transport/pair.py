@@ -55,12 +55,14 @@ def plain(frames: Sequence[Frame]) -> list[list[bytes]]:
 
 
 def received(port: Port, count: int = 1, timeout_s: float = ARRIVES_S) -> list[list[bytes]]:
-    """The next frames, at least `count`, as bytes."""
+    """The next frames, at least `count`, as bytes; none may keep it waiting for longer than `timeout_s`."""
     frames: list[Frame] = []
     deadline = time.monotonic() + timeout_s
     while len(frames) < count:
-        assert time.monotonic() < deadline, f"{len(frames)} of {count} frames came"
-        frames += port.receive(0.5)
+        more = port.receive(0.5)
+        assert more or time.monotonic() < deadline, f"{len(frames)} of {count} frames came"
+        deadline = time.monotonic() + timeout_s if more else deadline
+        frames += more
     return plain(frames)
 
 

@@ -11,7 +11,15 @@ from collections.abc import Callable
 from typing import Any
 
 from tllm_core.conformance.case import case
-from tllm_core.conformance.transport.pair import in_thread, joined, new_peer, plain, received, until_blocked
+from tllm_core.conformance.transport.pair import (
+    in_thread,
+    joined,
+    new_peer,
+    plain,
+    received,
+    until_blocked,
+    until_taken,
+)
 from tllm_core.conformance.transport.subject import PATIENCE_S, TransportSubject
 from tllm_core.errors import FrameTooLarge, PortFull
 
@@ -98,7 +106,8 @@ class PortCases(TransportSubject):
 
         def send(port_send: Callable[[Any], None], sender: int) -> None:
             for number in range(200):
-                port_send([b"%d" % sender, b"%d" % number, b"x" * (number * 400)])
+                frame = [b"%d" % sender, b"%d" % number, b"x" * (number * 400)]
+                until_taken(lambda frame=frame: port_send(frame))  # type: ignore[misc]
 
         threads = [threading.Thread(target=send, args=(frontend.send, sender)) for sender in range(16)]
         threads += [threading.Thread(target=send, args=(pair.to(peer), sender)) for sender in range(4)]

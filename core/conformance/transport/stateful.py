@@ -73,7 +73,7 @@ class StatefulCases(TransportSubject):
             def __init__(self) -> None:
                 super().__init__(suite)
 
-        run_state_machine_as_test(  # type: ignore[no-untyped-call]
+        run_state_machine_as_test(
             Machine,
             settings=settings(
                 max_examples=EXAMPLES,
