@@ -15,8 +15,10 @@ from .timeline import Process
 
 if TYPE_CHECKING:
     from .composition import Simulation
+    from .frontends import FrontendProcess
 
 SHORT_S = (0.01, 0.15)
+LONG_PROMPT = 400
 LONG = (1.25, 2.25)
 """Freezes that count as death, in deadlines."""
 
@@ -100,22 +102,28 @@ def stall_path(sim: Simulation) -> None:
 
 
 def _break_path(sim: Simulation, how: Callable[[FrontendPort], None]) -> None:
-    process = sim.dice.choice(sim.frontends)
-    process.break_path(how)
-    sim.timeline.later(outage_s(sim), process.mend_path)
+    process, seconds = sim.dice.choice(sim.frontends), outage_s(sim)
+    if not process.serves or sim.chance(0.5):
+        process.break_path(how)
+        sim.timeline.later(seconds, process.mend_path)
+        return
+    process.submit()  # so that something is on its way
+    after_s = sim.dice.uniform(0.0, 0.05)
+    sim.timeline.later(after_s, process.break_path, how)
+    sim.timeline.later(after_s + seconds, process.mend_path)
 
 
 def outage_s(sim: Simulation) -> float:
     """Most are short; some are long enough to count as a loss."""
     if sim.chance(0.75):
         return sim.dice.uniform(0.01, 0.4)
-    return sim.settings.liveness.broker_down_after_s * sim.dice.uniform(0.8, 1.8)
+    return sim.settings.liveness.broker_down_after_s * sim.dice.uniform(0.8, 2.4)
 
 
 def break_broker(sim: Simulation) -> None:
     """Everybody's path at once; they come back one after the other."""
     how = sim.dice.choice((Port.cut, Port.stall))
-    seconds = sim.settings.liveness.broker_down_after_s * sim.dice.uniform(0.3, 1.6)
+    seconds = sim.settings.liveness.broker_down_after_s * sim.dice.uniform(0.3, 2.4)
     for process in sim.frontends:
         process.break_path(how)
         sim.timeline.later(seconds + sim.dice.uniform(0.0, 0.1), process.mend_path)
@@ -155,6 +163,16 @@ def come_back(sim: Simulation) -> None:
     """The same peer begins anew, with its earlier session still open or long ended."""
     process = sim.dice.choice(sim.frontends)
     if process.alive and not process.owner and process.engine is sim.engine:
+        if process.serves and sim.chance(0.5):
+            process.submit(rest=LONG_PROMPT)
+            sim.timeline.later(sim.dice.uniform(0.0, 0.02), begin_anew, sim, process)
+        else:
+            begin_anew(sim, process)
+
+
+def begin_anew(sim: Simulation, process: FrontendProcess) -> None:
+    """Perhaps in the middle of a message."""
+    if process.alive and not sim.mended and process.engine is sim.engine:
         process.crash()
         sim.start_frontend(peer=process.peer)
 

@@ -231,15 +231,15 @@ class FrontendProcess(Process):
     def serves(self) -> bool:
         return self.runs and self.frontend is not None and not self.left
 
-    def submit(self, kind: int = 0) -> Ticket | None:
+    def submit(self, kind: int = 0, rest: int | None = None) -> Ticket | None:
         """One caller's `submit`; None where it was refused, and then nothing of it may remain."""
         frontend, sim = self.frontend, self.sim
         number = sim.next_number()
         n = sim.dice.choice((1, 1, 1, 2, 3))
         timeout_s = sim.dice.uniform(0.005, 0.2) if sim.chance(0.1) else None
         ticket = Ticket(number, n, sim.dice.randrange(1, 9), timeout_s, self.timeline.now)
-        rest = sim.dice.choice((0, 0, 0, 20, 200))
-        prompt = TokenIds.of((number, kind, ticket.length, *(number,) * rest))
+        rest = sim.dice.choice((0, 0, 0, 20, 200)) if rest is None else rest
+        prompt = TokenIds.of((number, kind, ticket.length, rest, *range(number, number + rest)))
         request = GenerationRequest(prompt_token_ids=prompt, sampling=SAMPLING[n], timeout_s=timeout_s)
         closed, sent, before = frontend.ledger.closed, self.port.sent, len(frontend.ledger)
         sim.trace("%s: submit %d kind %d n %d length %d", self.name, number, kind, n, ticket.length)

@@ -265,7 +265,7 @@ def judge_verdict(process: FrontendProcess, error: TllmError) -> None:
         if engine.broken_since is None and not seems_dead(process):
             raise Violation("I11", f"{process.name} declares a living engine dead: {error}")
     elif isinstance(error, BrokerLost):
-        down_s = max(port.down_s(process.awake_since) for port in process.ports)
+        down_s = max(port.down_s(0.0) for port in process.ports)
         if down_s < sim.settings.liveness.broker_down_after_s - sim.network.weather.proof_s:
             raise Violation("I11", f"{process.name} had no path for {down_s:.2f} s and says: {error}")
     elif "receive thread failed" in str(error):

@@ -45,8 +45,8 @@ class Model(Engine):
         return INFO
 
     def submit(self, request: EngineRequest) -> None:
-        number, kind, _, *rest = request.prompt_token_ids
-        if any(token != number for token in rest):
+        number, kind, _, count, *rest = request.prompt_token_ids
+        if rest != list(range(number, number + count)):
             raise Violation("I2", f"the prompt of request {number} is {list(request.prompt_token_ids)}")
         if number in self.seen:
             raise Violation("I6", f"the engine got request {number} twice")

@@ -25,11 +25,12 @@ KEPT = 48
 class Weather(Struct, kw_only=True):
     """What happens to frames. Probabilities, seconds. `reliable`: only a reconnect loses any, and order is kept.
 
-    `broker`: every port has a way of its own to a broker, which loses what is for somebody who is not connected, and what is
+    `engine_hears`: its port notices that a frontend's connection was lost and is back. `broker`: every port has a way of its own to a broker, which loses what is for somebody who is not connected, and what is
     too much (`high_water`) for somebody slow; nobody hears of either. Paths are proven every `proof_s`.
     """
 
     reliable: bool = True
+    engine_hears: bool = True
     broker: bool = False
     proof_s: float = 0.0
     max_frame: int | None = None
@@ -276,7 +277,7 @@ class FrontendPort(Port):
         """Where they are connected to each other the engine's end sees it too."""
         super().moved(up)
         engine = self.network.services.get(self.path.service)
-        if engine is not None and not engine.closed and not self.network.weather.broker:
+        if engine is not None and not engine.closed and self.network.weather.engine_hears:
             engine.moved(True)
 
 

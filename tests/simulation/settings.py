@@ -105,12 +105,13 @@ def draw_wire(dice: random.Random, tight: bool) -> WireSettings:
 def draw_weather(dice: random.Random, reliable: bool, by_reference: bool) -> Weather:
     max_frame = dice.choice((None, None if by_reference else MAX_FRAME))
     if reliable:
-        full, high_water = dice.choice((0.0, 0.05)), dice.choice((4, 1000))
-        return Weather(full=full, high_water=high_water, jitter_s=0.005, max_frame=max_frame)
+        full, high_water, hears = dice.choice((0.0, 0.05)), dice.choice((4, 1000)), dice.random() < 0.5
+        return Weather(full=full, high_water=high_water, jitter_s=0.005, max_frame=max_frame, engine_hears=hears)
     if dice.random() < 0.5:
         return Weather(
             reliable=False,
             broker=True,
+            engine_hears=False,
             proof_s=0.1,
             double=dice.choice((0.0, 0.05)),
             high_water=dice.choice((3, 8, 1000)),
