@@ -3,7 +3,7 @@
 import pytest
 
 from tests.brokers.conftest import Setup
-from tllm_core import FrameTooLarge, SamplingParams
+from tllm_core import SamplingParams
 from tllm_core.engines.echo import expected_tokens
 
 KIB, MIB = 1 << 10, 1 << 20
@@ -16,13 +16,6 @@ def test_a_large_prompt_arrives_whole(broker: Setup, size: int) -> None:
     prompt = prompt[: size // 4]
     result = executor.generate(prompt, SamplingParams(max_tokens=5))
     assert result.outputs[0].token_ids == expected_tokens(prompt, 5)
-
-
-def test_a_prompt_over_the_configured_limit_is_refused_before_it_is_sent(broker: Setup) -> None:
-    executor = broker.own(settings={"wire.max_message_bytes": 100_000})
-    with pytest.raises(FrameTooLarge, match=r"over the limit of 100000 \(max_message_bytes\)"):
-        executor.generate(list(range(1, 30_000)), SamplingParams(max_tokens=5))
-    assert executor.generate([5, 6], SamplingParams(max_tokens=9)).outputs[0].token_ids == expected_tokens([5, 6], 9)
 
 
 def test_steps_with_twenty_logprobs_for_256_streams_arrive_whole(broker: Setup) -> None:
