@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 import secrets
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from functools import partial
 
 import msgspec
@@ -128,16 +128,6 @@ class Plan:
 
         Raises EngineDeadError where its processes are gone, Refused, or TransportError where nobody answers for `timeout` s.
         """
-        try:
-            return self._attach(content, settings, timeout)
-        except (Refused, PortError, Expelled):
-            raise
-        except TransportError as error:
-            raise TransportError(
-                f"{error}: the engine of the attach file is gone, can't be reached from here, or has another key"
-            ) from None
-
-    def _attach(self, content: AttachFile, settings: Settings, timeout: float) -> Attachment:
         ended = content.ended
         if ended is not None:
             raise EngineDeadError(
@@ -153,13 +143,15 @@ class Plan:
             if content.watcher_address is not None:
                 watch, port = self._link(content.watcher_address, key, b"", settings.wire, liveness)
                 closers.callback(watch.close)
-                watch.open(deadline.left() or 0.0)
+                with _unanswered():
+                    watch.open(deadline.left() or 0.0)
                 world = AttachedWorld(watch, port, _processes(content))
                 closers.callback(world.kill)
             link, _ = self._link(content.address, key, b"", settings.wire, liveness)
             closers.callback(link.close)
             # The watcher's lane is read meanwhile: it must not expire, and may tell that nobody will answer.
-            welcome = self.open(link, deadline.left() or 0.0, partial(_raise_if_ended, world))
+            with _unanswered():
+                welcome = self.open(link, deadline.left() or 0.0, partial(_raise_if_ended, world))
             closers.pop_all()
         return Attachment(link, welcome, world, liveness)
 
@@ -228,6 +220,19 @@ class Attachment(Struct):
     welcome: Welcome
     world: World | None
     liveness: LivenessSettings
+
+
+@contextmanager
+def _unanswered() -> Iterator[None]:
+    """Says what it may mean that nobody answers."""
+    try:
+        yield
+    except (Refused, PortError, Expelled):
+        raise
+    except TransportError as error:
+        raise TransportError(
+            f"{error}: the engine of the attach file is gone, can't be reached from here, or has another key"
+        ) from None
 
 
 def _raise_if_ended(world: World | None) -> None:

@@ -32,6 +32,12 @@ class LivenessSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     frontend_dead_after_s: Seconds = 10.0
     frontend_beat_s: Seconds = 2.0
 
+    def __post_init__(self) -> None:
+        """A deadline that one late beat breaks would find the living dead."""
+        for deadline, interval in (("dead_after_s", "beat_interval_s"), ("frontend_dead_after_s", "frontend_beat_s")):
+            if getattr(self, deadline) < 2 * getattr(self, interval):
+                raise ValueError(f"{deadline} must be at least twice {interval}, which is {getattr(self, interval):g}")
+
 
 DEFAULT_LIVENESS = LivenessSettings()
 

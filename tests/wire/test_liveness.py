@@ -276,3 +276,15 @@ class Judge(RuleBasedStateMachine):
 
 Judge.TestCase.settings = settings(max_examples=100, stateful_step_count=30, deadline=None, database=None)
 TestJudge = Judge.TestCase
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"dead_after_s": 0.1}, "dead_after_s must be at least twice beat_interval_s, which is 0.1"),
+        ({"frontend_dead_after_s": 3.0}, "frontend_dead_after_s must be at least twice frontend_beat_s, which is 2"),
+    ],
+)
+def test_a_deadline_that_one_late_beat_breaks_is_refused(settings, words) -> None:
+    with pytest.raises(ValueError, match=words):
+        LivenessSettings(**settings)

@@ -27,6 +27,7 @@ from tllm_core.transports.redis.settings import DEFAULT_URL, RedisSettings
 
 Command: TypeAlias = Sequence[Any]
 
+FOREVER = float("inf")
 LOST = (RedisError, OSError)
 """What a connection that is of no more use raises."""
 
@@ -94,12 +95,19 @@ class Dialer:
         self.where = public_url(self._url, settings.db)
         self._options = _options(settings, self._url)
 
-    def dial(self, blocks_s: float = 0.0) -> Connection:
-        """A new open connection for commands that block up to `blocks_s`. Raises one of LOST."""
-        pool = ConnectionPool(**self._options, socket_timeout=self._settings.connect_timeout_s)
-        connection = Connection(pool.make_connection())
+    def dial(self, blocks_s: float = 0.0, at_most_s: float = FOREVER) -> Connection:
+        """A new open connection for commands that block up to `blocks_s`. Raises one of LOST.
+
+        at_most_s: how long connecting, and then each answer, may take where that is less than the settings allow.
+        """
+        settings = self._settings
+        connect_s = min(settings.connect_timeout_s, at_most_s)
+        options = self._options | {"socket_timeout": connect_s}
+        if "socket_connect_timeout" in options:
+            options["socket_connect_timeout"] = connect_s
+        connection = Connection(ConnectionPool(**options).make_connection())
         try:
-            connection.open(self._settings.answer_timeout_s + blocks_s)
+            connection.open(min(settings.answer_timeout_s + blocks_s, at_most_s))
         except BaseException:
             connection.close()
             raise

@@ -21,6 +21,8 @@ log = logging.getLogger("tllm_core")
 
 NOTICED_S = 0.5
 """How long a server may take to notice that a process is gone."""
+DISCARD_S = 0.5
+"""How long a server may take to answer where keys of a dead engine are removed; what is left goes with its time to live."""
 POLL_S = 0.02
 SCANNED = 1000
 
@@ -74,7 +76,7 @@ class RedisTransport(Transport):
         """Removes the keys of a generation, unless its engine is still connected."""
         try:
             keys, dialer = self._keys(address), self._dialer(address)
-            connection = dialer.dial()
+            connection = dialer.dial(at_most_s=DISCARD_S)
         except (*LOST, ConfigError, TransportError) as error:
             log.debug("nothing was removed at %s: %s", address.endpoints, in_words(error))
             return
