@@ -1,7 +1,10 @@
 """`tllm plugins`, `config` and `explain`: what is there, what is set, and what would be started."""
 
 import argparse
+import contextlib
 import json
+import os
+import sys
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -23,19 +26,38 @@ def add_plugins(parser: argparse.ArgumentParser) -> None:
 
 
 def plugins(arguments: argparse.Namespace) -> int:
-    """Prints every entry point: name, kind, distribution, version, state."""
+    """Prints every entry point: name, kind, distribution, version, state. A plugin that is broken is no failure of it."""
     import msgspec
 
-    found = Registry().found()
+    with _nothing_printed():
+        found = Registry().found()
     if arguments.json:
         print(json.dumps(msgspec.to_builtins(found), indent=2))
         return 0
     rows = [("NAME", "KIND", "DISTRIBUTION", "VERSION", "STATE")]
     for item in found:
         state = f"{item.status}: {item.detail}" if item.detail else item.status
-        rows.append((item.name, item.kind, item.distribution, item.version, state))
+        rows.append((item.name, item.kind, item.distribution, item.version, _printable(state)))
     table(rows)
     return 0
+
+
+@contextlib.contextmanager
+def _nothing_printed() -> Iterator[None]:
+    """What native code and child processes print while plugins are imported goes to standard error: the answer stays whole."""
+    sys.stdout.flush()
+    kept = os.dup(1)
+    try:
+        os.dup2(2, 1)
+        yield
+    finally:
+        os.dup2(kept, 1)
+        os.close(kept)
+
+
+def _printable(text: str) -> str:
+    """One line, and no orders to the terminal: the words are a plugin's."""
+    return "".join(letter if letter.isprintable() else " " for letter in text)
 
 
 def add_config(parser: argparse.ArgumentParser) -> None:

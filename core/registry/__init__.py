@@ -4,9 +4,11 @@ Nothing is imported before it is asked for. What was asked for is also registere
 engine or a launcher may implement hooks too.
 """
 
-import functools
+import contextlib
+import io
 import os
 import threading
+import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, TypeAlias
 
@@ -15,19 +17,24 @@ from msgspec import Struct
 from tllm_core.contracts.interfaces import EngineSpec, Launcher, Transport
 from tllm_core.errors import PluginError
 from tllm_core.registry.entries import KINDS, Entry, Kind, canonical, installed_entries
-from tllm_core.registry.loading import Broken, MissingExtra, load_entry, load_object, load_reference, new_manager
-from tllm_core.registry.words import suggestion, two_of_one_name, unknown_name
+from tllm_core.registry.implementations import new_manager
+from tllm_core.registry.loading import Broken, MissingExtra, load_entry, load_object, load_reference
+from tllm_core.registry.words import cause, suggestion, two_of_one_name, unknown_name
 
 __all__ = ["DISABLE", "KINDS", "Found", "Kind", "Registry", "Status", "load_object", "suggestion"]
 
 DISABLE = "TLLM_DISABLE_PLUGINS"
-"""Names of distributions or entry points, comma separated, that are treated as if they were not installed."""
+"""Names of distributions or entry points, comma separated, that are treated as if they were not installed; `all` = each that
+is not tllm-core's own."""
+
+OWN = "tllm-core"
 
 Status: TypeAlias = Literal["ok", "missing extra", "broken", "disabled"]
 
 
 class Found(Struct, frozen=True):
-    """What `tllm plugins` prints of one entry point; `detail` says why, and what to do, where `status` is not ok."""
+    """What `tllm plugins` prints of one entry point; `detail` says why, and what to do, where `status` is not ok, and what it
+    printed where it did."""
 
     name: str
     kind: Kind
@@ -48,7 +55,9 @@ class Registry:
         self._path = path
         self._blocked = _names((os.environ if environ is None else environ).get(DISABLE, ""))
         self._loaded: dict[tuple[Kind, str], Any] = {}
+        self._installed: tuple[Entry, ...] | None = None
         self._lock = threading.RLock()
+        _ALL.add(self)
 
     @property
     def hooks(self) -> Any:
@@ -80,7 +89,10 @@ class Registry:
         return name if ":" in name else self._choose(kind, name).origin
 
     def found(self) -> list[Found]:
-        """Every entry point with its state. Imports each of them, and activates none."""
+        """Every entry point with its state. Imports each of them, and activates none; never raises.
+
+        Standard output is kept from them meanwhile, which is the whole process's.
+        """
         order = sorted(self._entries, key=lambda entry: (KINDS.index(entry.kind), entry.name, entry.distribution))
         return [self._probe(entry) for entry in order]
 
@@ -89,16 +101,19 @@ class Registry:
             if (kind, name) not in self._loaded:
                 found = load_reference(kind, name) if ":" in name else load_entry(self._choose(kind, name))
                 if not self.manager.is_registered(found):
-                    self.manager.register(found, name=f"{kind} {name}")
+                    self.manager.register(found, name=f"{kind} {name!r} of {self.origin(kind, name)}")
                 self._loaded[kind, name] = found
             return self._loaded[kind, name]
 
-    @functools.cached_property
+    @property
     def _entries(self) -> tuple[Entry, ...]:
-        return tuple(installed_entries(self._path))
+        if self._installed is None:
+            self._installed = tuple(installed_entries(self._path))
+        return self._installed
 
     def _is_blocked(self, entry: Entry) -> bool:
-        return bool({entry.name, canonical(entry.distribution)} & self._blocked)
+        names = {entry.name, canonical(entry.distribution)}
+        return bool(names & self._blocked) or ("all" in self._blocked and OWN not in names)
 
     def _choose(self, kind: Kind, name: str) -> Entry:
         named = [entry for entry in self._entries if (entry.kind, entry.name) == (kind, name)]
@@ -112,7 +127,11 @@ class Registry:
         return allowed[0]
 
     def _probe(self, entry: Entry) -> Found:
-        status, detail = self._state(entry)
+        printed = io.StringIO()
+        with contextlib.redirect_stdout(printed):
+            status, detail = self._state(entry)
+        if words := " ".join(printed.getvalue().split()):
+            detail = "; ".join(filter(None, (detail, f"it prints when it is imported: {_shortened(words)!r}")))
         return Found(entry.name, entry.kind, entry.distribution, entry.version, status, detail)
 
     def _state(self, entry: Entry) -> tuple[Status, str]:
@@ -124,7 +143,25 @@ class Registry:
             return "missing extra", error.why
         except Broken as error:
             return "broken", error.why
+        except Exception as error:  # a list that says what is wrong must not be what goes wrong
+            return "broken", cause(error)
         return "ok", ""
+
+
+_ALL: weakref.WeakSet[Registry] = weakref.WeakSet()
+
+
+def _renew_locks() -> None:
+    # Another thread of the parent, which a fork doesn't have, may have held one.
+    for registry in list(_ALL):
+        registry._lock = threading.RLock()
+
+
+os.register_at_fork(after_in_child=_renew_locks)
+
+
+def _shortened(words: str, limit: int = 80) -> str:
+    return words if len(words) <= limit else f"{words[:limit]}..."
 
 
 def _names(text: str) -> frozenset[str]:

@@ -3,19 +3,17 @@
 import importlib
 import importlib.util
 import inspect
-import re
 import sys
 from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 
-import pluggy
 from msgspec import Struct
 
-from tllm_core.contracts import hookspecs
 from tllm_core.contracts.interfaces import Capability, EngineSpec, Launcher, Transport
 from tllm_core.errors import PluginError
 from tllm_core.registry.entries import Entry, Kind, owner_of, top_level
-from tllm_core.registry.words import remedy, suggestion
+from tllm_core.registry.implementations import hook_complaint
+from tllm_core.registry.words import cause, remedy
 
 
 class Broken(PluginError):
@@ -53,23 +51,26 @@ def load_entry(entry: Entry) -> Any:
     try:
         found = _resolve(entry.value)
         _require(found)
+        complaint = _complaint(entry.kind, found)
     except KeyboardInterrupt:
         raise
     except BaseException as error:  # SystemExit too: a plugin must not end its host
         _explain(str(entry), entry.value, entry, error)
-    return _checked(entry.kind, found, str(entry))
+    if complaint:
+        raise Broken(str(entry), complaint)
+    return found
 
 
 def load_reference(kind: Kind, reference: str) -> Any:
     """The checked object of a "module:Object" that stands where a name could."""
-    return _checked(kind, load_object(reference), f"{kind} {reference!r}")
-
-
-def new_manager() -> pluggy.PluginManager:
-    """A plugin manager that knows our hooks and has no plugins."""
-    manager = pluggy.PluginManager(hookspecs.PROJECT)
-    manager.add_hookspecs(hookspecs)
-    return manager
+    found, who = load_object(reference), f"{kind} {reference!r}"
+    try:
+        complaint = _complaint(kind, found)
+    except Exception as error:  # what is looked at may be the author's own code: properties, metaclasses, reprs
+        raise Broken(who, cause(error)) from error
+    if complaint:
+        raise Broken(who, complaint)
+    return found
 
 
 def _resolve(reference: str) -> Any:
@@ -94,14 +95,11 @@ def _explain(who: str, reference: str, owner: Entry | None, error: BaseException
     if missing and top_level(missing) not in sys.stdlib_module_names:
         stale = f"there is no module {missing!r}; where an installation is stale or incomplete, install it anew"
         raise Broken(who, stale) from error
-    raise Broken(who, f"{type(error).__name__}: {error}".removesuffix(": ")) from error
+    raise Broken(who, cause(error)) from error
 
 
-def _checked(kind: Kind, found: Any, who: str) -> Any:
-    complaint = _CHECKS[kind](found) or _hook_complaint(found)
-    if complaint:
-        raise Broken(who, complaint)
-    return found
+def _complaint(kind: Kind, found: Any) -> str | None:
+    return _CHECKS[kind](found) or hook_complaint(found)
 
 
 def _class_complaint(found: Any, parent: type, attributes: Mapping[str, type]) -> str | None:
@@ -135,23 +133,17 @@ def _launcher_complaint(found: Any) -> str | None:
     return _class_complaint(found, Launcher, {"name": str, "settings_type": Struct, "needs": Capability})
 
 
+def _plugin_complaint(found: Any) -> str | None:
+    if found is None or isinstance(found, _VALUES) or inspect.isroutine(found):
+        return f"it must be a module or an object whose methods are hooks, not {found!r}"
+    return None
+
+
+_VALUES = (int, float, str, bytes, tuple, list, dict, set, frozenset)
+
 _CHECKS: dict[Kind, Callable[[Any], str | None]] = {
     "transport": _transport_complaint,
     "engine": _engine_complaint,
     "launcher": _launcher_complaint,
-    "plugin": lambda found: None,
+    "plugin": _plugin_complaint,
 }
-
-
-def _hook_complaint(found: Any) -> str | None:
-    # On a manager of its own, so that a plugin with a bad hook never reaches the one that is in use.
-    trial = new_manager()
-    try:
-        trial.register(found, name="plugin")
-        trial.check_pending()
-    except pluggy.PluginValidationError as error:
-        text = " ".join(str(error).split())
-        unknown = re.search(r"unknown hook '(\w+)'", text)
-        hooks = [name for name in vars(hookspecs) if name.startswith("tllm_")]
-        return f"unknown hook {unknown[1]!r}{suggestion(unknown[1], hooks)}" if unknown else text
-    return None

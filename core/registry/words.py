@@ -39,3 +39,12 @@ def unknown_name(kind: Kind, name: str, names: Sequence[str]) -> str:
         return f"there is no {kind} {name!r}: no {kind} is installed at all; is tllm-core itself installed with pip?"
     also = '"module:Object" names one that is not'
     return f"there is no {kind} {name!r}{suggestion(name, names)}; installed: {', '.join(names)}; {also}"
+
+
+def cause(error: BaseException) -> str:
+    """What was raised, in one line. Also for an error that can't say what it is."""
+    try:
+        text = " ".join(str(error).split())
+    except Exception:
+        text = ""
+    return f"{type(error).__name__}: {text}".removesuffix(": ")
