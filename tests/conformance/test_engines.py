@@ -1,10 +1,15 @@
 """Our own engines keep what every engine promises."""
 
 import tempfile
+import threading
 from pathlib import Path
 from typing import Any, ClassVar
 
 from tllm_core.conformance.engine import EngineConformance
+from tllm_core.contracts.interfaces import Engine, EngineCapability, EngineContext, EngineSpec
+from tllm_core.contracts.messages import EngineInfo, EngineRequest, IterationStats, Output, Step
+from tllm_core.engines.echo import EchoSettings
+from tllm_core.engines.echo.engine import EchoEngine
 
 VOCAB, LIMIT = 320, 192
 OWN_ENDS = range(2, VOCAB, 16)
@@ -16,6 +21,76 @@ class TestEcho(EngineConformance):
     settings: ClassVar[dict[str, Any]] = {"max_seq_len": 192, "vocab_size": 64, "eos_token_id": 5, "max_batch_size": 16}
     bad_settings: ClassVar[dict[str, Any]] = {"faults": [{"at": "start", "do": "raise", "message": "no weights here"}]}
     many_ranks: ClassVar[dict[str, Any]] = {"world_size": 2}
+
+
+class SelfDriven(Engine):
+    """Echo on a thread of its own: steps go on without anybody asking, and `step` fetches what there is."""
+
+    capabilities = EngineCapability.DETERMINISTIC | EngineCapability.SELF_DRIVEN
+    thread: threading.Thread | None = None
+
+    def __init__(self, settings: EchoSettings) -> None:
+        super().__init__(settings)
+        self.echo = EchoEngine(settings)
+        self.changed, self.closed = threading.Condition(), False
+        self.outputs: list[Output] = []
+
+    def start(self, context: EngineContext) -> EngineInfo:
+        context.phase("starting the thread")
+        info = self.echo.start(context)
+        self.context = context
+        self.thread = threading.Thread(target=self.drive, name="self-driven", daemon=True)
+        self.thread.start()
+        return info
+
+    def drive(self) -> None:
+        with self.changed:
+            while not self.closed:
+                step = self.echo.step()
+                self.outputs += step.outputs
+                if step.outputs:
+                    self.context.wake()
+                # Also while it works, so that others come to their turn.
+                self.changed.wait(0.0005 if step.again else None)
+
+    def submit(self, request: EngineRequest) -> None:
+        with self.changed:
+            self.echo.submit(request)
+            self.changed.notify()
+
+    def abort(self, request_id: int) -> None:
+        with self.changed:
+            self.echo.abort(request_id)
+            self.outputs = [output for output in self.outputs if output.request_id != request_id]
+
+    def step(self) -> Step:
+        with self.changed:
+            outputs, self.outputs = self.outputs, []
+        return Step(outputs, False)
+
+    def control(self, method, args, ranks):
+        with self.changed:
+            return self.echo.control(method, args, ranks)
+
+    def stats(self) -> IterationStats:
+        with self.changed:
+            return self.echo.stats()
+
+    def close(self) -> None:
+        with self.changed:
+            self.closed = True
+            self.changed.notify()
+        if self.thread is not None:
+            self.thread.join()
+        self.echo.close()
+
+
+SPEC = EngineSpec(name="self-driven", settings_type=EchoSettings, load=f"{__name__}:SelfDriven")
+
+
+class TestSelfDriven(EngineConformance):
+    engine = SPEC
+    settings: ClassVar[dict[str, Any]] = {"max_seq_len": 192, "vocab_size": 64, "max_batch_size": 16}
 
 
 class TestTp(EngineConformance):

@@ -9,6 +9,7 @@ from concurrent.futures import Future
 from typing import Any, TypeVar
 
 T = TypeVar("T")
+LEAVE_S = 5.0
 
 
 class Desk:
@@ -16,11 +17,13 @@ class Desk:
 
     def __init__(self) -> None:
         self._orders: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None] = queue.SimpleQueue()
+        self._stuck = ""
         self.thread = threading.Thread(target=self._run, name="tllm-conformance-engine", daemon=True)
         self.thread.start()
 
     def call(self, action: Callable[[], T], timeout_s: float, what: str) -> T:
-        """What `action` returns or raises. AssertionError where it is not back within `timeout_s` seconds."""
+        """What `action` returns or raises. AssertionError where it is not back within `timeout_s` seconds, and ever after."""
+        assert not self._stuck, self._stuck
         answer: Future[T] = Future()
         self._orders.put((action, answer))
         try:
@@ -28,12 +31,14 @@ class Desk:
         except TimeoutError:
             if answer.done():
                 raise
-            raise AssertionError(f"{what} has not returned after {timeout_s:g} s") from None
+            self._stuck = f"{what} has not returned after {timeout_s:g} s"
+            raise AssertionError(self._stuck) from None
 
     def close(self) -> None:
         """Ends the thread once it has done what it was given; does not wait for an engine that never returns."""
         self._orders.put(None)
-        self.thread.join(1.0)
+        if not self._stuck:
+            self.thread.join(LEAVE_S)
 
     def _run(self) -> None:
         while (order := self._orders.get()) is not None:

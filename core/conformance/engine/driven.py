@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import threading
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from typing import Any, cast
 
 from msgspec import structs
@@ -149,6 +150,11 @@ class Driven:
             self.close()
         finally:
             self.desk.close()
+
+    def give_up(self) -> None:
+        """As `leave`, after a failure that is told already: another one is not."""
+        with suppress(BaseException):
+            self.leave()
 
     # ------------------------------------------------------------------------------------------------ as a worker
 

@@ -89,7 +89,7 @@ class EngineSuite(Suite):
             yield driven
             driven.settle()
         except BaseException:
-            driven.leave()
+            driven.give_up()
             raise
         driven.forget()
         self._kept[type(self)] = driven
@@ -99,7 +99,7 @@ class EngineSuite(Suite):
         try:
             driven.start()
         except BaseException:
-            driven.leave()
+            driven.give_up()
             raise
 
     # -------------------------------------------------------------------------------------- behind an executor
@@ -111,6 +111,7 @@ class EngineSuite(Suite):
     @contextmanager
     def _lent_executor(self) -> Iterator[GenerationExecutor]:
         executor = self._executors.pop(type(self), None) or self.new_executor()
+        self.endings.append(lambda: executor.shutdown(0.0))
         try:
             yield executor
         except BaseException:

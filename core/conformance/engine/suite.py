@@ -13,16 +13,17 @@ from tllm_core.conformance.engine.pace import PaceCases
 from tllm_core.conformance.engine.tokens import TokenCases
 
 
+# pytest runs the cases of the last base first.
 class EngineConformance(
-    TokenCases,
-    EndCases,
-    LogprobCases,
-    LimitCases,
-    AbortCases,
-    PaceCases,
-    ControlCases,
-    CloseCases,
     ExecutorCases,
+    CloseCases,
+    ControlCases,
+    PaceCases,
+    AbortCases,
+    LimitCases,
+    LogprobCases,
+    EndCases,
+    TokenCases,
 ):
     """Subclass it as `Test...` and say which engine; every case is a plain pytest test.
 
