@@ -139,6 +139,7 @@ class BrokerProcess:
             process.send_signal(signal.SIGCONT)
             self._end(process, signal.SIGTERM)
         atexit.unregister(self.stop)
+        self.port = 0
         shutil.rmtree(self.directory, ignore_errors=True)
 
     def __enter__(self) -> Self:

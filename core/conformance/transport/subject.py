@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import itertools
 import os
 import shutil
 import tempfile
@@ -167,11 +166,24 @@ class TransportSubject(Suite):
             with contextlib.suppress(AssertionError):
                 self.end_world()
 
-    def end_world(self) -> None:
+    @classmethod
+    def end_world(cls) -> None:
         """Ends the shared world, where there is one."""
-        world = _kept.pop(type(self), None)
+        world = _kept.pop(cls, None)
         if world is not None:
             world.close()
+
+    @classmethod
+    def teardown_class(cls) -> None:
+        """Ends what its cases shared."""
+        try:
+            cls.end_world()
+        finally:
+            if cls.broker is not None:
+                cls.broker.stop()
+            if cls._directory is not None:
+                shutil.rmtree(cls._directory, ignore_errors=True)
+                cls._directory = None
 
     def detour(self, address: EngineAddress) -> Detour:
         """A way to that address that can be cut. Skips where it has no host and port."""
@@ -200,9 +212,6 @@ def until(condition: Callable[[], Any], what: str, timeout_s: float = PATIENCE_S
 def descriptors() -> int:
     """How many this process has open; 0 where the system doesn't tell."""
     return len(os.listdir("/proc/self/fd")) if os.path.isdir("/proc/self/fd") else 0
-
-
-NAMES = itertools.count()
 
 
 @atexit.register
