@@ -12,11 +12,13 @@ from tllm_core.conformance.broker import BrokerProcess, NatsServer, nats_server,
 
 if TYPE_CHECKING:
     from tllm_core.conformance.engine import EngineConformance
+    from tllm_core.conformance.launcher import LauncherConformance
     from tllm_core.conformance.transport import TransportConformance
 
 __all__ = [
     "BrokerProcess",
     "EngineConformance",
+    "LauncherConformance",
     "NatsServer",
     "TransportConformance",
     "nats_server",
@@ -25,6 +27,7 @@ __all__ = [
 
 _SUITES = {
     "EngineConformance": "tllm_core.conformance.engine",
+    "LauncherConformance": "tllm_core.conformance.launcher",
     "TransportConformance": "tllm_core.conformance.transport",
 }
 

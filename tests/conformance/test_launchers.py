@@ -1,0 +1,11 @@
+"""Our own launchers keep what every launcher promises."""
+
+from tllm_core.conformance import LauncherConformance
+
+
+class TestSpawn(LauncherConformance):
+    launcher = "spawn"
+
+
+class TestInline(LauncherConformance):
+    launcher = "inline"
