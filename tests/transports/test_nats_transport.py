@@ -701,3 +701,9 @@ def test_256_streams_are_exact_through_three_kills_and_a_freeze_of_the_server(se
         for first, result in enumerate(results):
             assert list(result.result(60).outputs[0].token_ids) == expected_tokens([first, 2, 3], 256)
         until(lambda: executor.health().path.up)
+
+
+def test_a_server_with_too_small_a_max_payload_is_refused_with_both_numbers() -> None:
+    refused = pytest.raises(TransportError, match=r"4096 bytes at most \(its max_payload\); tllm needs 8192")
+    with nats_server(config="max_payload: 4096") as small, refused:
+        NatsTransport(NatsSettings(url=small.url)).listen("model", 1)

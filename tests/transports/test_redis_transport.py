@@ -22,7 +22,7 @@ import redis
 
 from tllm_core import GenerationExecutor, SamplingParams
 from tllm_core.config.shown import masked
-from tllm_core.conformance.broker import BrokerProcess
+from tllm_core.conformance.broker import BrokerProcess, valkey_server
 from tllm_core.conformance.proxy import CutProxy
 from tllm_core.contracts.interfaces import EngineAddress, EnginePort, FrontendPort, PeerId, Port
 from tllm_core.engines.echo import expected_tokens
@@ -393,7 +393,7 @@ def test_an_old_server_is_refused_with_its_version() -> None:
             return b"# Server\r\nredis_version:5.0.7\r\n"
 
     with pytest.raises(TransportError, match=r"version 5\.0\.7.*6\.2"):
-        check_server(Old(), "redis://somewhere")  # type: ignore[arg-type]
+        check_server(Old(), "redis://somewhere", 1 << 20)  # type: ignore[arg-type]
 
 
 def test_an_unreachable_server_is_an_error_at_once() -> None:
@@ -446,7 +446,7 @@ def test_secrets_are_in_no_representation() -> None:
     assert "secret" not in repr(settings)
     assert "secret" not in masked("url", settings.url)
     assert "secret" not in masked("password", settings.password)
-    with pytest.raises(ConfigError, match="no URL") as caught:
+    with pytest.raises(ConfigError, match="url is none") as caught:
         transport("redis://user:sec/ret@host:1").listen("model", 1)
     assert "sec" not in str(caught.value)
     with pytest.raises(ConfigError, match="must start with redis://"):
@@ -760,3 +760,27 @@ def echo_engine(server: BrokerProcess, **engine_options: Any) -> GenerationExecu
         transport_options={"url": server.url},
         launcher="spawn",
     )
+
+
+def test_a_server_that_takes_no_frame_of_that_size_is_refused_with_both_sizes() -> None:
+    with valkey_server("--proto-max-bulk-len", str(1 << 20)) as small:
+        with pytest.raises(TransportError, match=r"1048576 bytes at most \(proto-max-bulk-len\).*2097152"):
+            transport(small.url).listen("model", 1)
+        transport(small.url, max_frame_bytes=1 << 20).listen("model", 1).close()
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"prefix": "a..b"}, "prefix may hold"),
+        ({"prefix": "a."}, "prefix may hold"),
+        ({"url": "redis://h/x"}, "number of a database"),
+        ({"url": "redis://a,redis://b"}, "several servers"),
+        ({"url": "127.0.0.1:6379"}, "must start with redis://"),
+        ({"url": "redis://:secret@"}, "redis://host:port/db"),
+    ],
+)
+def test_settings_that_can_not_be_meant_are_refused_before_anything_is_tried(options: dict, words: str) -> None:
+    with pytest.raises(ConfigError, match=words) as caught:
+        RedisSettings(**options)
+    assert "secret" not in str(caught.value)

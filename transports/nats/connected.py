@@ -32,6 +32,8 @@ log = logging.getLogger("tllm_core.transports.nats")
 
 HEADER_ROOM = 4096
 """Bytes below the server's `max_payload`: beyond that a server ends the connection for good."""
+LEAST_PAYLOAD = HEADER_ROOM + 4096
+"""Room for a Welcome, with what an engine says of itself."""
 DEFAULT_MAX_FRAME = (1 << 20) - HEADER_ROOM
 YIELD_EVERY = 64
 """Publishes in a row before the loop gets to write and read."""
@@ -204,6 +206,12 @@ class ConnectedPort:
     async def _use(self, connection: Connection) -> None:
         """Never returns: raises Lost once the connection is."""
         await connection.open()
+        if connection.client.max_payload < LEAST_PAYLOAD:
+            raise Lost(
+                f"the nats server {connection.url} takes messages of {connection.client.max_payload} bytes at most "
+                f"(its max_payload); tllm needs {LEAST_PAYLOAD}",
+                hopeless=True,
+            )
         tasks = [asyncio.create_task(self._work(connection)), asyncio.create_task(self._probe(connection))]
         waited: list[asyncio.Future[Any]] = [*tasks, connection.lost]
         done, _ = await asyncio.wait(waited, return_when=asyncio.FIRST_COMPLETED)

@@ -14,17 +14,17 @@ from msgspec import Struct
 
 from tllm_core.contracts.interfaces import PeerId
 from tllm_core.errors import ConfigError
+from tllm_core.transports.redis.settings import WORD
 
-WORD = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,127}")
 PEER = re.compile(rb"[0-9a-f]{32}")
 
 
 def checked(what: str, word: str) -> str:
-    """`word`, which may stand in a key. Raises ConfigError for anything but letters, digits, `_`, `.` and `-`."""
+    """`word`, which may stand in a key. Raises ConfigError for anything but letters, digits, `_`, `-` and inner dots."""
     if WORD.fullmatch(word) is None:
         raise ConfigError(
-            f"{what} {word[:80]!r} can't be used with redis: take up to 128 letters, digits, '_', '.', '-', "
-            "with a letter or digit first"
+            f"{what} {word[:80]!r} can't be used with redis: take up to 128 letters, digits, '_', '-' and "
+            "single dots between them, with a letter or digit first"
         )
     return word
 

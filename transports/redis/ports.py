@@ -267,12 +267,14 @@ class RedisEnginePort(_StreamPort, EnginePort):
 
     def _drop(self, peer_id: PeerId) -> None:
         """A frontend that left, or whose keys have expired."""
-        peer = self._peers.pop(peer_id, None)
+        peer = self._peers.get(peer_id)
         if peer is None:
             return
-        self._by_up.pop(peer.up, None)
         self._writer.forget(peer.down)
+        # Before it is forgotten here: a farewell that begins meanwhile either finds the peer or this.
         self._writer.later(("DEL", peer.up, peer.down.key))
+        self._peers.pop(peer_id, None)
+        self._by_up.pop(peer.up, None)
 
 
 class RedisFrontendPort(_StreamPort, FrontendPort):

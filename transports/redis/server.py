@@ -16,8 +16,8 @@ OLDEST = (6, 2)
 KEEPS_ALL = "noeviction"
 
 
-def check_server(connection: Connection, where: str) -> None:
-    """Raises TransportError for a server that is too old or that drops keys when its memory is full.
+def check_server(connection: Connection, where: str, max_frame_bytes: int) -> None:
+    """Raises TransportError for a server that is too old, takes no frame of that size, or drops keys when its memory is full.
 
     What the server doesn't tell this user is not known, and is said once in the log.
     """
@@ -26,7 +26,13 @@ def check_server(connection: Connection, where: str) -> None:
     numbers = tuple(int(number) for number in re.findall(r"\d+", version)[:2])
     if numbers and numbers < OLDEST:
         raise TransportError(f"the redis server {where} is version {version}; tllm needs 6.2 or later, or Valkey")
-    policy = _policy(connection) or facts.get("maxmemory_policy")
+    largest = _setting(connection, "proto-max-bulk-len")
+    if largest is not None and int(largest) < max_frame_bytes:
+        raise TransportError(
+            f"the redis server {where} takes values of {largest} bytes at most (proto-max-bulk-len); "
+            f"set transport.redis.max_frame_bytes, which is {max_frame_bytes}, to no more than that, for frontends too"
+        )
+    policy = _setting(connection, "maxmemory-policy") or facts.get("maxmemory_policy")
     if policy is None:
         log.warning("the redis server %s does not tell its maxmemory-policy; it must be noeviction", where)
     elif policy != KEEPS_ALL:
@@ -46,9 +52,9 @@ def _facts(connection: Connection) -> dict[str, str]:
     return {name: value for name, found, value in (line.partition(":") for line in lines) if found}
 
 
-def _policy(connection: Connection) -> str | None:
+def _setting(connection: Connection, name: str) -> str | None:
     try:
-        pair = connection.call("CONFIG", "GET", "maxmemory-policy")
+        pair = connection.call("CONFIG", "GET", name)
     except ResponseError:
         return None
     return bytes(pair[1]).decode("utf-8", "replace") if len(pair) == 2 else None

@@ -1,12 +1,18 @@
 """What can be set for the redis transport."""
 
+import re
 from typing import Annotated, TypeAlias
+from urllib.parse import urlsplit
 
 from msgspec import Meta, Struct
+
+from tllm_core.errors import ConfigError
 
 Seconds: TypeAlias = Annotated[float, Meta(gt=0, le=3600)]
 
 DEFAULT_URL = "redis://127.0.0.1:6379/0"
+WORD = re.compile(r"(?=.{1,128}\Z)[A-Za-z0-9][A-Za-z0-9_-]*(\.[A-Za-z0-9_-]+)*")
+"""What may stand in a key."""
 
 
 class RedisSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -41,6 +47,12 @@ class RedisSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     queue_bytes: Annotated[int, Meta(ge=1 << 16, le=1 << 40)] = 64 << 20
     max_frame_bytes: Annotated[int, Meta(ge=1 << 12, le=256 << 20)] = 2 << 20
 
+    def __post_init__(self) -> None:
+        if WORD.fullmatch(self.prefix) is None:
+            raise ConfigError("prefix may hold up to 128 letters, digits, '_', '-' and single dots between them")
+        if self.url is not None:
+            check_url(self.url)
+
     def __repr__(self) -> str:
         return f"RedisSettings(prefix={self.prefix!r}, url and credentials not shown)"
 
@@ -52,3 +64,22 @@ class RedisSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     def beat_s(self) -> float:
         """How often keys are kept alive."""
         return self.ttl_s / 10
+
+
+def check_url(url: str) -> None:
+    """Raises ConfigError, without the URL, as it may hold a password."""
+    if "," in url.rpartition("@")[2]:
+        raise ConfigError("url names several servers; redis takes one")
+    try:
+        parts = urlsplit(url)
+        port_is_wrong = parts.port == 0
+    except ValueError:
+        raise ConfigError("url is none; write user and password in it with %-escapes") from None
+    if parts.scheme not in ("redis", "rediss", "unix"):
+        raise ConfigError("url must start with redis://, rediss:// or unix://")
+    if parts.scheme == "unix":
+        return
+    if not parts.hostname or port_is_wrong:
+        raise ConfigError("url must be redis://host:port/db")
+    if (number := parts.path.strip("/")) and not number.isdecimal():
+        raise ConfigError("url must end with the number of a database, or with none")

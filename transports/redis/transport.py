@@ -50,7 +50,7 @@ class RedisTransport(Transport):
         connection: Connection | None = None
         try:
             connection = dialer.dial()
-            check_server(connection, dialer.where)
+            check_server(connection, dialer.where, settings.max_frame_bytes)
             claim.take(connection)
             port = RedisEnginePort(settings, dialer, keys, claim)
             port.open(connection)

@@ -179,6 +179,10 @@ class Writer:
             return False
         with contextlib.suppress(*LOST):  # what is left goes when its time to live is over
             self._farewell(self._connection)
+            with self._changed:
+                left, self._later = self._later, []
+            if left:
+                self._connection.run(left)
         return True
 
     def _round(self) -> None:
