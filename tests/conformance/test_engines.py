@@ -1,19 +1,25 @@
 """Our own engines keep what every engine promises."""
 
+import json
 import tempfile
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, ClassVar
 
-from tllm_core.conformance.engine import EngineConformance
+from tllm_core.conformance import EngineConformance
 from tllm_core.contracts.interfaces import Engine, EngineCapability, EngineContext, EngineSpec
 from tllm_core.contracts.messages import EngineInfo, EngineRequest, IterationStats, Output, Step
 from tllm_core.engines.echo import EchoSettings
 from tllm_core.engines.echo.engine import EchoEngine
 
-VOCAB, LIMIT = 320, 192
+VOCAB, LIMIT, HIDDEN = 320, 192, 64
 OWN_ENDS = range(2, VOCAB, 16)
 """So many that a random model comes to one."""
+NORMS = (
+    "model.norm.weight",
+    *(f"model.layers.{layer}.{name}_layernorm.weight" for layer in range(2) for name in ("input", "post_attention")),
+)
 
 
 class TestEcho(EngineConformance):
@@ -120,19 +126,39 @@ class TestTp(EngineConformance):
 def save_tiny_model(directory: Path) -> None:
     """A Llama with random weights, the same every time."""
     import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
+    from safetensors.torch import save_file
 
-    config = LlamaConfig(
-        vocab_size=VOCAB,
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=LIMIT,
-        bos_token_id=1,
-        eos_token_id=list(OWN_ENDS),
-        initializer_range=0.2,
-    )
-    torch.manual_seed(0)
-    LlamaForCausalLM(config).save_pretrained(directory)
+    config = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "vocab_size": VOCAB,
+        "hidden_size": HIDDEN,
+        "intermediate_size": 2 * HIDDEN,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": LIMIT,
+        "rms_norm_eps": 1e-6,
+        "hidden_act": "silu",
+        "tie_word_embeddings": False,
+        "bos_token_id": 1,
+        "eos_token_id": list(OWN_ENDS),
+        "torch_dtype": "float32",
+    }
+    (directory / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    generator = torch.Generator().manual_seed(0)
+    weights = {name: torch.randn(shape, generator=generator) * 0.2 for name, shape in shapes()}
+    weights |= {name: torch.ones(HIDDEN) for name in NORMS}
+    save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
+
+
+def shapes() -> Iterator[tuple[str, tuple[int, int]]]:
+    yield "model.embed_tokens.weight", (VOCAB, HIDDEN)
+    yield "lm_head.weight", (VOCAB, HIDDEN)
+    for layer in range(2):
+        prefix = f"model.layers.{layer}"
+        for name, width in (("q", HIDDEN), ("k", HIDDEN // 2), ("v", HIDDEN // 2), ("o", HIDDEN)):
+            yield f"{prefix}.self_attn.{name}_proj.weight", (width, HIDDEN)
+        for name in ("gate", "up"):
+            yield f"{prefix}.mlp.{name}_proj.weight", (2 * HIDDEN, HIDDEN)
+        yield f"{prefix}.mlp.down_proj.weight", (HIDDEN, 2 * HIDDEN)

@@ -104,12 +104,6 @@ def test_sequences_of_one_request_differ_and_each_ends_once(started):
     assert [bool(output.metrics) for output in outputs if output.finish_reason] == [False, False, True]
 
 
-def test_no_max_tokens_means_what_fits(started):
-    engine, _ = started(max_seq_len=10)
-    engine.submit(request())
-    assert len(tokens_of(run(engine))) == 7
-
-
 def test_stop_tokens_end_a_sequence_but_not_before_min_tokens(started):
     engine, _ = started(vocab_size=5)
     answer = expected_tokens([1, 2, 3], 50, vocab_size=5)
@@ -124,17 +118,6 @@ def test_stop_tokens_end_a_sequence_but_not_before_min_tokens(started):
     assert {(o.finish_reason, o.stop_reason) for o in outputs if o.finish_reason} == {("stop", stop)}
 
 
-def test_its_own_end_has_no_stop_reason_and_can_be_ignored(started):
-    eos = expected_tokens([1, 2, 3], 3)[1]
-    engine, _ = started(eos_token_id=eos)
-    engine.submit(request(1, max_tokens=3))
-    engine.submit(request(2, max_tokens=3, ignore_eos=True))
-    outputs = run(engine)
-    ends = {o.request_id: (o.finish_reason, o.stop_reason) for o in outputs if o.finish_reason}
-    assert ends == {1: ("stop", None), 2: ("length", None)}
-    assert len(tokens_of(outputs, 1)) == 2
-
-
 @pytest.mark.parametrize("per_step", [1, 3, 8])
 def test_tokens_per_step_changes_the_number_of_steps_only(started, per_step):
     engine, _ = started(tokens_per_step=per_step)
@@ -145,14 +128,6 @@ def test_tokens_per_step_changes_the_number_of_steps_only(started, per_step):
     for output in outputs:
         assert [position[0].token_id for position in output.logprobs] == list(output.token_ids)
         assert all(len(position) == 3 for position in output.logprobs)
-
-
-def test_prompt_logprobs_come_once_and_begin_empty(started):
-    engine, _ = started()
-    engine.submit(request(max_tokens=2, prompt_logprobs=1))
-    first, second = run(engine)
-    assert [len(position) for position in first.prompt_logprobs] == [0, 2, 2]
-    assert second.prompt_logprobs is None
 
 
 def test_extra_is_validated_and_comes_back(started):

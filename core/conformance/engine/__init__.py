@@ -7,26 +7,10 @@ A test file names the engine and inherits the cases:
     class TestMine(EngineConformance):
         engine = "mine"
         settings = {"model": "tiny", "max_seq_len": 512}
+
+Import it from `tllm_core.conformance`: that sees to it that an assertion which fails says what it compared.
 """
 
-import pytest
-
-_MODULES = (
-    "answers",
-    "driven",
-    "subject",
-    "tokens",
-    "endings",
-    "logprobs",
-    "limits",
-    "aborts",
-    "pace",
-    "controls",
-    "closing",
-    "behind",
-)
-pytest.register_assert_rewrite(*(f"{__name__}.{module}" for module in _MODULES))
-
-from tllm_core.conformance.engine.suite import EngineConformance  # noqa: E402 - after the assertions are registered
+from tllm_core.conformance.engine.suite import EngineConformance
 
 __all__ = ["EngineConformance"]

@@ -29,6 +29,8 @@ from tllm_core.world.worker import Worker
 
 CALL_S = 20.0
 """How long one call of a running engine may take. Not a measure of speed: beyond it, something waits for what never comes."""
+IDLE_S = 10.0
+"""The same of a step with nothing to do."""
 LOAD_S = 240.0
 STALL_S = 10.0
 """How long an engine that owes something and said again=False may take to call `wake`."""
@@ -116,7 +118,7 @@ class Driven:
     def step(self) -> Step:
         """One step, whatever it brings."""
         self.bell.rung.clear()
-        step: Step = self._call(self.engine.step, CALL_S, "step")
+        step: Step = self._call(self.engine.step, CALL_S if self.owed else IDLE_S, "step")
         assert isinstance(step, Step), f"step must return a Step, not {type(step).__name__}"
         for output in step.outputs:
             self._take(output)

@@ -15,6 +15,8 @@ from tllm_core.contracts.interfaces import Engine, EngineCapability
 QUIET_S = 0.3
 """How long an idle engine is listened to."""
 IDLE_WAKES = 8
+IDLE_STEPS, IDLE_STEPS_S = 50, 5.0
+"""Microseconds each, if step does not wait: this is a thousand times as much."""
 PROOF_S = 1.0
 """How long an engine that does not claim to be self-driven is given to show that it is."""
 ROUNDS, PER_ROUND, AT_ONCE = 6, 1000, 50
@@ -47,6 +49,11 @@ class PaceCases(EngineSuite):
         step = driven.step()
         assert not step.outputs, "outputs, and no request is open"
         assert step.again is False, f"again is {step.again!r}, and there is nothing to do"
+        began = time.monotonic()
+        for _ in range(IDLE_STEPS):
+            driven.step()
+        took = time.monotonic() - began
+        assert took < IDLE_STEPS_S, f"{IDLE_STEPS} steps with nothing to do took {took:.1f} s: step waits for new work"
         before = driven.bell.count
         time.sleep(QUIET_S)
         assert driven.bell.count - before <= IDLE_WAKES, f"{driven.bell.count - before} wakes of an idle engine"
