@@ -14,6 +14,7 @@ from tllm_core.contracts.messages import EngineInfo, SamplingParams
 from tllm_core.errors import ControlError, ExecutorClosedError, RequestError, TllmError
 from tllm_core.executor import GenerationExecutor
 from tllm_core.ledger.result import GenerationResult
+from tllm_core.world.calls import STATS
 
 ANSWER_S = 30.0
 IDLE_S = 20.0
@@ -168,6 +169,7 @@ class ExecutorCases(EngineSuite):
         pids = [rank.pid for rank in executor.health().ranks]
         assert len(pids) == len(set(pids)) == size, f"{size} ranks in the processes {pids}"
         self._compare(executor)
+        self._ask_all_ranks(executor, size)
         executor.shutdown(SHUTDOWN_S)
         _until(lambda: not any(map(_is_alive, pids)), lambda: f"of the ranks {pids} some are left")
 
@@ -181,6 +183,15 @@ class ExecutorCases(EngineSuite):
                 "with one rank it answers otherwise"
             )
         assert executor.stats().running == 0
+
+    def _ask_all_ranks(self, executor: GenerationExecutor, size: int) -> None:
+        for method in set(executor.info.controls) - {STATS}:
+            try:
+                values = executor.control(method, timeout=ANSWER_S)
+            except ControlError as error:  # it may need arguments
+                check_words(error, f"control({method!r})")
+            else:
+                assert len(values) == size, f"control({method!r}) of {size} ranks returned {values!r}"
 
     def _sampling(self, info: EngineInfo, max_tokens: int | None = None) -> SamplingParams:
         return SamplingParams(max_tokens=max_tokens or self.max_tokens, ignore_eos="ignore_eos" in info.supports)
