@@ -127,10 +127,11 @@ class Registry:
         return allowed[0]
 
     def _probe(self, entry: Entry) -> Found:
-        printed = io.StringIO()
-        with contextlib.redirect_stdout(printed):
+        printed = io.BytesIO()
+        with contextlib.redirect_stdout(io.TextIOWrapper(printed, "utf-8", "replace", write_through=True)) as stream:
             status, detail = self._state(entry)
-        if words := " ".join(printed.getvalue().split()):
+        said = b"" if stream.closed else printed.getvalue()
+        if words := " ".join(said.decode("utf-8", "replace").split()):
             detail = "; ".join(filter(None, (detail, f"it prints when it is imported: {_shortened(words)!r}")))
         return Found(entry.name, entry.kind, entry.distribution, entry.version, status, detail)
 

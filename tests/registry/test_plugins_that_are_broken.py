@@ -78,13 +78,25 @@ def test_a_reference_to_what_can_t_even_be_looked_at_is_a_plugin_error(install: 
         Registry(path=[str(tmp_path)], environ={}).transport("odd:X")
 
 
-def test_a_plugin_that_prints_is_named_and_standard_output_stays_clean(
-    install: Install, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("code", "detail"),
+    [
+        ("print('Welcome to\\nACME!')", "it prints when it is imported: 'Welcome to ACME!'"),
+        ("import sys; sys.stdout.buffer.write(b'raw\\xff')", "it prints when it is imported: 'raw\ufffd'"),
+        ("import sys; sys.stdout.reconfigure(encoding='latin-1')", ""),
+        ("import sys; sys.stdout.close()", ""),
+        ("import sys; sys.stdout = None", ""),
+        ("print('x' * 1000)", f"it prints when it is imported: '{'x' * 80}...'"),
+    ],
+)
+def test_a_plugin_that_prints_is_named_works_and_leaves_standard_output_clean(
+    install: Install, tmp_path: Path, capsys: pytest.CaptureFixture[str], code: str, detail: str
 ) -> None:
-    install("acme-loud", "loud", "print('Welcome to\\nACME!')\n" + GUARD, {"plugin loud": "loud:GUARD"})
+    install("acme-loud", "loud", f"{code}\n{GUARD}", {"plugin loud": "loud:GUARD"})
     told = found(tmp_path)["loud"]
-    assert (told.status, told.detail) == ("ok", "it prints when it is imported: 'Welcome to ACME!'")
-    assert capsys.readouterr().out == ""
+    print("mine")
+    assert (told.status, told.detail) == ("ok", detail)
+    assert capsys.readouterr().out == "mine\n"
 
 
 def test_all_disables_everything_but_our_own(install: Install, tmp_path: Path) -> None:
