@@ -42,6 +42,7 @@ lint: $(VENV)/.test typing
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/python tools/module_list.py --check
+	$(BIN)/python tools/capabilities.py --check
 	$(BIN)/mypy
 	$(LINKED) $(BIN)/lint-imports
 

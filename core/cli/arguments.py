@@ -29,6 +29,7 @@ VERBS: dict[str, tuple[str, str]] = {
     "explain": ("inspecting", "what would be started, and why"),
     "config": ("inspecting", "every setting with its value and origin"),
     "plugins": ("inspecting", "what is installed, and whether it works"),
+    "conformance": ("conforming", "test a transport, an engine or a launcher by the suite of its kind"),
     "check": ("checking", "check the settings, start the engine, make a round trip"),
 }
 """verb -> the module of this package that has `add_VERB(parser)` and `VERB(arguments)`, and the help."""
