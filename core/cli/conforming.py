@@ -91,8 +91,8 @@ def _tell_failures(report: "Report") -> None:
             print(f"\n{outcome.case}\n  promise   {outcome.promise}\n  means     {outcome.blame}")
             print("  found     " + outcome.words.strip().replace("\n", "\n            "))
     for outcome in report.outcomes:
-        if outcome.result == "not checked":
-            print(f"\nnot checked: {outcome.case}: {outcome.words}")
+        if outcome.result == "not checked" or "may be declared" in outcome.words:
+            print(f"\n{outcome.result}: {outcome.case}: {outcome.words}")
 
 
 def _target(text: str | None) -> Path | None:

@@ -1,4 +1,4 @@
-"""Our own launchers keep what every launcher promises."""
+"""Our own launchers, and attaching to what they start, keep what every launcher promises."""
 
 from tllm_core.conformance import LauncherConformance
 

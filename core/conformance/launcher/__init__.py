@@ -11,7 +11,7 @@ A test file names the launcher and inherits the cases:
 
 import pytest
 
-_MODULES = ("deaths", "ends", "failures", "owners", "starts", "subject", "watched")
+_MODULES = ("attached", "deaths", "ends", "failures", "owners", "starts", "subject", "watched")
 pytest.register_assert_rewrite(*(f"{__name__}.{module}" for module in _MODULES))
 
 from tllm_core.conformance.launcher.suite import LauncherConformance  # noqa: E402 - after the assertions are registered

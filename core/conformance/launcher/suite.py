@@ -1,5 +1,6 @@
 """All cases of a launcher in one class."""
 
+from tllm_core.conformance.launcher.attached import AttachCases
 from tllm_core.conformance.launcher.deaths import DeathCases
 from tllm_core.conformance.launcher.ends import EndCases
 from tllm_core.conformance.launcher.failures import FailureCases
@@ -7,7 +8,7 @@ from tllm_core.conformance.launcher.owners import OwnerCases
 from tllm_core.conformance.launcher.starts import StartCases
 
 
-class LauncherConformance(OwnerCases, EndCases, DeathCases, FailureCases, StartCases):
+class LauncherConformance(AttachCases, OwnerCases, EndCases, DeathCases, FailureCases, StartCases):
     """Derive from it as `Test...`, and name the launcher:
 
         class TestMine(LauncherConformance):

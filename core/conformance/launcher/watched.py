@@ -20,10 +20,11 @@ Event = TypeVar("Event")
 
 
 class Watched:
-    """`seen`: the events so far, without beats, which are in `beats`."""
+    """`seen`: the events so far, without beats, which are in `beats`. poll_s: how long one wait for events may last."""
 
-    def __init__(self, world: World) -> None:
+    def __init__(self, world: World, poll_s: float = PATIENCE_S) -> None:
         self.world = world
+        self._poll_s = poll_s
         self.seen: list[WorldEvent] = []
         self.beats: list[Beaten] = []
         self._unread: deque[WorldEvent] = deque()
@@ -38,14 +39,14 @@ class Watched:
                 if isinstance(event, kind) and when(event):
                     return event
                 assert not isinstance(event, Exited), f"the world ended before {kind.__name__}: {self.seen}"
-            self._unread.extend(self.world.events(left))
+            self._unread.extend(self.world.events(min(left, self._poll_s)))
         raise AssertionError(f"no {kind.__name__} within {PATIENCE_S:g} s, after {self.seen}")
 
     def watch(self, seconds: float) -> None:
         """Notes what the world says for that long."""
         deadline = time.monotonic() + seconds
         while (left := deadline - time.monotonic()) > 0:
-            events = [*self._unread, *self.world.events(left)]
+            events = [*self._unread, *self.world.events(min(left, self._poll_s))]
             self._unread.clear()
             self.seen.extend(event for event in events if not isinstance(event, Beaten))
             self.beats.extend(event for event in events if isinstance(event, Beaten))
