@@ -28,6 +28,7 @@ class Pulse:
         self._link, self._after_s = link, after_s
         self._stash: deque[tuple[int, UpMessage]] = deque()
         self._reading = threading.Lock()
+        self._has_read = False
         self._busy_since: float | None = None
         self._began = threading.Event()
         self._is_parked = False
@@ -42,14 +43,16 @@ class Pulse:
             self._began.set()
 
     def receive(self, timeout: float | None) -> list[tuple[int, UpMessage]]:
-        """As EngineLink.receive, with what was read meanwhile first."""
+        """As EngineLink.receive, with what was read meanwhile first. May return [] early."""
         self._busy_since = None
         if not self._reading.acquire(blocking=False):
             self._link.wake()
             self._reading.acquire()
         try:
-            if not self._stash:
+            if not self._has_read:
                 return self._link.receive(timeout)
+            # It may have taken a wake-up that was the worker's, who has to look again before it waits.
+            self._has_read = False
             stashed = list(self._stash)
             self._stash.clear()
             return stashed + self._link.receive(0)
@@ -79,6 +82,7 @@ class Pulse:
         else:
             with self._reading:
                 if self._busy_since is since:  # else the worker is back, or waits for this lock
+                    self._has_read = True
                     self._stash += self._link.receive(self._after_s)
 
     def _park(self) -> None:

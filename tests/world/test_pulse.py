@@ -53,7 +53,10 @@ class Gated(Engine):
         self.inside.set()
         assert self.gate.wait(PATIENCE_S)
         submitted = [request_id for word, request_id, *_ in self.heard if word == "submit"]
-        return Step([Output(request_id=request_id, token_ids=[7], finish_reason="length") for request_id in submitted], again=False)
+        return Step(
+            [Output(request_id=request_id, token_ids=[7], finish_reason="length") for request_id in submitted],
+            again=False,
+        )
 
 
 def until(condition) -> None:
@@ -146,3 +149,36 @@ def test_short_steps_never_meet_the_thread(world) -> None:
         submit(front, number)
     seen: list = []
     until(lambda: seen.extend(front.receive(0.05)) or len(finished(seen)) == 199)
+
+
+class Bell:
+    """A lane on which nothing ever comes but wake-ups, each for one reader."""
+
+    def __init__(self) -> None:
+        self._rung = threading.Event()
+        self.reads = 0
+
+    def receive(self, timeout: float | None) -> list:
+        self.reads += 1
+        self._rung.wait(timeout)
+        self._rung.clear()
+        return []
+
+    def wake(self) -> None:
+        self._rung.set()
+
+
+def test_a_wake_that_the_thread_took_is_not_lost_for_the_worker() -> None:
+    """The worker had looked, and decided to wait; then the engine woke it, while the thread was still at the lane."""
+    bell = Bell()
+    pulse = Pulse(bell, after_s=0.005)  # type: ignore[arg-type]
+    pulse.busy()
+    until(lambda: bell.reads > 0)
+    reads = bell.reads
+    bell.wake()
+    until(lambda: bell.reads > reads)
+    worker = threading.Thread(target=pulse.receive, args=(None,), daemon=True)
+    worker.start()
+    worker.join(PATIENCE_S)
+    assert not worker.is_alive()
+    pulse.close()
