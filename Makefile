@@ -20,8 +20,8 @@ INSTALL := $(PIP) install --quiet --constraint constraints.txt
 SOURCES := pyproject.toml setup.py constraints.txt
 LINKED := PYTHONPATH=.typing
 
-# Most tests wait for processes rather than compute, so that more of them than cores may run at once; a file's share its fixtures.
-PARALLEL ?= -n 4 --dist loadfile
+# Most tests wait for processes rather than compute, so that more of them than cores may run at once; those of a file or class share its fixtures.
+PARALLEL ?= -n 4 --dist loadscope
 
 # torch's threads spin for each other; on few cores, shared with processes under test, long spins keep those from running.
 export GOMP_SPINCOUNT ?= 10000

@@ -19,7 +19,7 @@ from tllm_core.contracts.interfaces import EngineAddress, Identity
 from tllm_core.contracts.messages import Plain
 from tllm_core.errors import ConfigError, Refused
 from tllm_core.wire.header import MIN_WIRE_VERSION, WIRE_VERSION
-from tllm_core.world.process import host_id, is_alive
+from tllm_core.world.process import host_id, is_alive, is_stopped
 
 MAX_BYTES = 1 << 20
 Key = Annotated[str, Meta(pattern="^[0-9a-f]{64}$")]
@@ -64,8 +64,17 @@ class AttachFile(Struct, frozen=True, kw_only=True):
     @property
     def ended(self) -> Identity | None:
         """A process of the world that is gone; None where all live, or where that can't be seen from here."""
-        processes = [*self.ranks, *([self.watcher] if self.watcher else [])]
-        return next((process for process in processes if not is_alive(process)), None) if self.is_here else None
+        return next((process for process in self._processes_here() if not is_alive(process)), None)
+
+    @property
+    def stopped(self) -> Identity | None:
+        """A process of the world that stands still; None where none does, or where that can't be seen from here."""
+        return next((process for process in self._processes_here() if is_stopped(process)), None)
+
+    def _processes_here(self) -> list[Identity]:
+        if not self.is_here:
+            return []
+        return [*self.ranks, *([self.watcher] if self.watcher else [])]
 
 
 def write_attach_file(path: str | os.PathLike[str], content: AttachFile) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import secrets
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -136,6 +137,7 @@ class Plan:
                 )
             )
         liveness = _merged_liveness(content, settings)
+        sight = _Sight(content, liveness.dead_after_s)
         key, deadline = bytes.fromhex(content.key), Deadline(timeout)
         self.endpoints = dict(content.address.endpoints)
         with ExitStack() as closers:
@@ -144,14 +146,14 @@ class Plan:
                 watch, port = self._link(content.watcher_address, key, b"", settings.wire, liveness)
                 closers.callback(watch.close)
                 with _unanswered():
-                    watch.open(deadline.left() or 0.0)
+                    watch.open(deadline.left() or 0.0, sight.look)
                 world = AttachedWorld(watch, port, _processes(content))
                 closers.callback(world.kill)
             link, _ = self._link(content.address, key, b"", settings.wire, liveness)
             closers.callback(link.close)
             # The watcher's lane is read meanwhile: it must not expire, and may tell that nobody will answer.
             with _unanswered():
-                welcome = self.open(link, deadline.left() or 0.0, partial(_raise_if_ended, world))
+                welcome = self.open(link, deadline.left() or 0.0, partial(_raise_if_ended, world, sight))
             closers.pop_all()
         return Attachment(link, welcome, world, liveness)
 
@@ -222,6 +224,32 @@ class Attachment(Struct):
     liveness: LivenessSettings
 
 
+class _Sight:
+    """What can be seen of the world's processes where they are on this host: a stopped or dead one answers nobody.
+
+    One that is stopped gets `after_s` to go on, as a debugger may hold it for a moment.
+    """
+
+    def __init__(self, content: AttachFile, after_s: float) -> None:
+        self._content, self._after_s = content, after_s
+        self._stopped_since: float | None = None
+
+    def look(self) -> None:
+        """Raises EngineDeadError."""
+        content, now = self._content, time.monotonic()
+        if (ended := content.ended) is not None:
+            raise EngineDeadError(Cause(f"the engine that the attach file names is gone (process {ended.pid})"))
+        if (stopped := content.stopped) is None:
+            self._stopped_since = None
+        elif self._stopped_since is None:
+            self._stopped_since = now
+        elif now - self._stopped_since > self._after_s:
+            who = "watcher" if stopped == content.watcher else f"rank {stopped.rank}"
+            raise EngineDeadError(
+                Cause(f"the engine's {who} is stopped (process {stopped.pid}; SIGSTOP, or a debugger)")
+            )
+
+
 @contextmanager
 def _unanswered() -> Iterator[None]:
     """Says what it may mean that nobody answers."""
@@ -235,11 +263,12 @@ def _unanswered() -> Iterator[None]:
         ) from None
 
 
-def _raise_if_ended(world: World | None) -> None:
-    """Raises EngineDeadError once the world says that it ended."""
+def _raise_if_ended(world: World | None, sight: _Sight) -> None:
+    """Raises EngineDeadError once the world says that it ended, or can be seen to stand still."""
     for event in () if world is None else world.events(0):
         if isinstance(event, Failed | Exited):
             raise EngineDeadError(event.cause())
+    sight.look()
 
 
 def _processes(content: AttachFile) -> dict[str, Identity]:

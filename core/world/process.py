@@ -102,6 +102,12 @@ def is_alive(identity: Identity) -> bool:
     return stat is not None and stat.start_time == identity.start_time and stat.state is not RankState.GONE
 
 
+def is_stopped(identity: Identity) -> bool:
+    """Whether that very process stands still (SIGSTOP, or a debugger); False where the system does not tell."""
+    stat = read_stat(identity.pid)
+    return stat is not None and stat.start_time == identity.start_time and stat.state is RankState.STOPPED
+
+
 def _answers(pid: int) -> bool:
     try:
         os.kill(pid, 0)

@@ -1,5 +1,6 @@
 """The engine's death and freeze, as its owner and attached frontends in processes of their own see it."""
 
+import contextlib
 import json
 import os
 import signal
@@ -165,3 +166,16 @@ def test_control_calls_of_an_attached_frontend_fail_at_once_when_the_engine_dies
 def _state(pid):
     with open(f"/proc/{pid}/stat") as file:
         return file.read().rpartition(")")[2].split()[0]
+
+
+@pytest.mark.parametrize("who", ["watcher", "rank 0"])
+def test_an_attach_to_a_world_that_stands_still_is_told_who_does(own, who):
+    owned = own(liveness="dead_after_s = 0.5\nbroker_down_after_s = 60")
+    process = owned.content.watcher if who == "watcher" else owned.rank0
+    os.kill(process.pid, signal.SIGSTOP)
+    try:
+        with pytest.raises(EngineDeadError, match=rf"{who} is (stopped|gone)|process \d+"):
+            GenerationExecutor.attach(owned.path, timeout=120)
+    finally:
+        with contextlib.suppress(ProcessLookupError):  # the watcher ends a rank that stands still
+            os.kill(process.pid, signal.SIGCONT)

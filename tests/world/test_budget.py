@@ -32,7 +32,7 @@ def test_failures_that_are_spread_are_none() -> None:
 
 
 def test_the_first_failure_is_a_death_where_the_budget_is_one() -> None:
-    with pytest.raises(BudgetExhausted, match="^1 request failed"):
+    with pytest.raises(BudgetExhausted, match=r"^1 request failed"):
         spend(ErrorBudget(1, 10.0), 5.0)
 
 
