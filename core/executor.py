@@ -173,8 +173,8 @@ class GenerationExecutor(ControlCalls):
     def submit(self, request: GenerationRequest) -> GenerationResult:
         """Takes one request, checked here. Never blocks.
 
-        Raises RequestError (names the field), Overloaded (submit again later), EngineDeadError, TransportError or
-        ExecutorClosedError; nothing was taken then.
+        Raises RequestError (names the field), Overloaded (submit again later), EngineDeadError, TransportError,
+        ExecutorClosedError, or PluginError where a plugin's hook failed; nothing was taken then.
         """
         self._check_process()
         hooks = self._plan.hooks

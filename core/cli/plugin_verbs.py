@@ -16,7 +16,7 @@ def add_verb_of(name: str, commands: "Commands[Any]", registry: Registry) -> Non
     call = registry.manager.subset_hook_caller("tllm_add_commands", remove_plugins=others)
     try:
         call(commands=commands)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         what = f"{type(error).__name__}: {error}"
         raise PluginError(
             f"plugin {name!r} of {registry.origin('plugin', name)} can't add its verbs: {what}"
