@@ -32,8 +32,14 @@ SUITES: dict[Kind, str] = {
 }
 SERVERS = {"nats": "nats_server", "valkey": "valkey_server"}
 """Brokers that have a short name."""
-USUAL_BROKERS = {"nats": ("nats", {"url": "nats://{address}"}), "redis": ("valkey", {"url": "redis://{address}"})}
-"""transport -> the broker that is started for it, and how it is reached, where nothing else is asked for."""
+USUAL: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "inproc": ("", {}, {"narrow": {"queue_frames": 16}}),
+    "zmq": ("", {}, {"narrow": {"high_water_frames": 16}, "lacks": "CROSS_HOST|RECONNECTS"}),
+    "nats": ("nats", {"url": "nats://{address}"}, {"narrow": {"receive_queue_bytes": 1 << 20}}),
+    "redis": ("valkey", {"url": "redis://{address}"}, {"narrow": {"queue_frames": 16}}),
+}
+"""Of the transports that come with tllm-core: broker, settings and attributes, where a person gives none of them. By default
+zmq is a socket of this host, which nothing can cut."""
 OWN_OPTIONS = ("PYTEST_ADDOPTS", "PYTEST_PLUGINS")
 """Variables of a person's own test runs that must not change this one."""
 
@@ -53,12 +59,12 @@ class Subject(Struct, frozen=True):
     attributes: Mapping[str, Any] = {}
     broker: str = ""
 
-    def with_usual_broker(self) -> Subject:
-        """With the broker that its transport usually has, where nothing is said of one."""
-        if self.kind != "transport" or self.settings or self.broker or self.name not in USUAL_BROKERS:
+    def as_usual(self) -> Subject:
+        """With what a transport of our own is usually tested with, where nothing is said of it."""
+        if self.kind != "transport" or self.settings or self.attributes or self.broker or self.name not in USUAL:
             return self
-        broker, settings = USUAL_BROKERS[self.name]
-        return Subject(self.kind, self.name, settings, self.attributes, broker)
+        broker, settings, attributes = USUAL[self.name]
+        return Subject(self.kind, self.name, settings, attributes, broker)
 
 
 def check_extra() -> None:
@@ -70,7 +76,7 @@ def check_extra() -> None:
 
 def module_text(subject: Subject) -> str:
     """The test file that its author would write."""
-    subject = subject.with_usual_broker()
+    subject = subject.as_usual()
     suite = SUITES[subject.kind]
     lines = [f"class Test{suite}({suite}):", f"    {subject.kind} = {subject.name!r}"]
     imports = [suite]
