@@ -7,7 +7,6 @@ import secrets
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from functools import partial
 
 import msgspec
 from msgspec import Struct
@@ -151,9 +150,14 @@ class Plan:
                 closers.callback(world.kill)
             link, _ = self._link(content.address, key, b"", settings.wire, liveness)
             closers.callback(link.close)
+
             # The watcher's lane is read meanwhile: it must not expire, and may tell that nobody will answer.
+            def look() -> None:
+                _raise_if_ended(world)
+                sight.look()
+
             with _unanswered():
-                welcome = self.open(link, deadline.left() or 0.0, partial(_raise_if_ended, world, sight))
+                welcome = self.open(link, deadline.left() or 0.0, look)
             closers.pop_all()
         return Attachment(link, welcome, world, liveness)
 
@@ -263,12 +267,11 @@ def _unanswered() -> Iterator[None]:
         ) from None
 
 
-def _raise_if_ended(world: World | None, sight: _Sight) -> None:
-    """Raises EngineDeadError once the world says that it ended, or can be seen to stand still."""
+def _raise_if_ended(world: World | None) -> None:
+    """Raises EngineDeadError once the world says that it ended."""
     for event in () if world is None else world.events(0):
         if isinstance(event, Failed | Exited):
             raise EngineDeadError(event.cause())
-    sight.look()
 
 
 def _processes(content: AttachFile) -> dict[str, Identity]:
