@@ -60,7 +60,9 @@ def lose_consumer(sim: Simulation, process: FrontendProcess) -> None:
 
 
 def control(sim: Simulation, process: FrontendProcess) -> None:
-    process.call(sim.dice.choice(("echo", "fail", "stats", "unknown")))
+    process.call(
+        sim.dice.choice(("echo", "fail", "stats", "unknown", *(() if sim.mended else ("pause", "resume", "resume"))))
+    )
 
 
 def leave(sim: Simulation, process: FrontendProcess) -> None:

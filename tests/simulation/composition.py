@@ -14,7 +14,7 @@ from tllm_core.contracts.messages import Introduce
 
 from . import invariants
 from .callers import CALLS
-from .engines import SENTINEL_S, EngineProcess
+from .engines import EngineProcess
 from .faults import FAULTS
 from .frontends import FrontendProcess
 from .links import Lane
@@ -22,6 +22,7 @@ from .network import Network
 from .settings import Profile, ScheduleSettings, draw
 from .timeline import Process, Timeline
 from .violation import Violation
+from .watching import SENTINEL_S
 
 SETTLE_S = 9.0
 """By when everything has to have come to rest once all is mended."""
@@ -206,6 +207,10 @@ class Simulation:
         self.trace("the weather is fine")
         self.mended = True
         self.network.calm_down()
+        for engine in self.engines:
+            engine.model.may_pause = False
+            pause_s = self.dice.uniform(0.0, 2 * self.settings.liveness.hang_after_s)
+            self.timeline.later(pause_s, engine.model.resume, engine.worker)
 
     def _settle(self) -> None:
         """Until all has come to rest, or too long."""

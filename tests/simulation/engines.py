@@ -1,4 +1,4 @@
-"""An engine world: one rank with the real worker, and the watcher beside it."""
+"""An engine world: rank 0 with the real worker, perhaps another rank, and the watcher beside them."""
 
 from __future__ import annotations
 
@@ -7,11 +7,8 @@ from collections import deque
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from msgspec.structs import replace
-
-from tllm_core.contracts.interfaces import Beaten, Exited, Failed, World, WorldEvent
-from tllm_core.contracts.messages import Abort, Beat, Obituary, RankState, Stopping
-from tllm_core.wire.liveness import Liveness
+from tllm_core.contracts.interfaces import Beaten, Failed, World, WorldEvent
+from tllm_core.contracts.messages import Abort
 from tllm_core.world.words import failed_of
 from tllm_core.world.worker import Worker
 
@@ -20,13 +17,11 @@ from .model import INFO, Model
 from .network import EnginePort
 from .timeline import GRAIN_S, NEVER, Actor, Blocked, Process
 from .violation import Violation
+from .watching import FLUSH_S, SENTINEL_S, WatcherProcess
 
 if TYPE_CHECKING:
     from .composition import Simulation
 
-SENTINEL_S = 0.02
-"""A process's death is noticed on its host within this."""
-FLUSH_S = 0.3
 OWNER = b"o" * 16
 BEATS_KEPT = 4
 
@@ -80,6 +75,20 @@ class SimWorld(World):
         self.engine.crash()
 
 
+class FollowerProcess(Process):
+    """A rank that only follows: that it runs is all that matters here."""
+
+    def __init__(self, engine: EngineProcess, rank: int) -> None:
+        super().__init__(engine.timeline, f"rank {rank} of {engine.name}")
+        self.engine, self.rank = engine, rank
+
+    def crash(self) -> None:
+        if self.alive and self.engine.alive:
+            super().crash()
+            self.engine.break_down(self.rank)
+            self.timeline.later(self.engine.sim.dice.uniform(0.0, SENTINEL_S), self.engine.watcher.bury_rank, self)
+
+
 class EngineProcess(Process):
     """Rank 0 of one generation. `broken_since`: from when on its death is true; None while it is well.
 
@@ -102,6 +111,11 @@ class EngineProcess(Process):
             liveness=settings.liveness,
         )
         self.model = Model(rng)
+        self.model.wait = self._stick
+        self.stuck_until, self.stuck_since, self.computes = 0.0, 0.0, False
+        self.cpu_s = 0.0
+        self.ranks = [FollowerProcess(self, rank) for rank in range(1, settings.world_size)]
+        self.broken_ranks: set[int | None] = set()
         self.worker = Worker(
             self.model,
             self.link,
@@ -126,7 +140,29 @@ class EngineProcess(Process):
     def _note(self, steps: int, busy: bool) -> None:
         self.progress = (steps, busy)
 
+    def stick(self, seconds: float, computes: bool) -> None:
+        """Its next step takes so long, or longer: for a computation, or for nothing."""
+        self.stuck_since = self.timeline.now
+        self.stuck_until, self.computes = self.timeline.now + seconds, computes
+
+    def _stick(self) -> None:
+        if self.timeline.now < self.stuck_until:
+            self.worker._woken = True  # the step goes on where it was
+            raise Blocked(self.stuck_until)
+
+    @property
+    def hangs_for_s(self) -> float:
+        """How long it has been in a step that does nothing."""
+        now = self.timeline.now
+        return now - self.stuck_since if self.progress[1] and now < self.stuck_until and not self.computes else 0.0
+
+    def used_cpu_s(self) -> float:
+        if self.computes and self.stuck_since < self.stuck_until:
+            return self.cpu_s + min(self.timeline.now, self.stuck_until) - self.stuck_since
+        return self.cpu_s
+
     def _turn(self) -> None:
+        self._stick()
         if self.leaving:
             self._leave()
             return
@@ -159,7 +195,7 @@ class EngineProcess(Process):
         def raises() -> None:
             raise error
 
-        self.break_down()
+        self.break_down(0)
         self.words = failed_of(error, 0)
         self.worker._turn = raises
         self._run_out()
@@ -187,15 +223,16 @@ class EngineProcess(Process):
         super().thaw()
         self.awake_since = self.timeline.now
 
-    def break_down(self) -> None:
+    def break_down(self, rank: int | None = None) -> None:
         self.disturbed = True
+        self.broken_ranks.add(rank)
         if self.broken_since is None:
             self.broken_since = self.timeline.now
 
     def crash(self) -> None:
         if self.alive:
             self.clean = False
-            self.break_down()
+            self.break_down(0)
             self.exit()
 
     def exit(self) -> None:
@@ -209,102 +246,3 @@ class EngineProcess(Process):
             if self.world.closer is not None:
                 self.world.closer.wake(self.timeline.now)
             self.timeline.later(self.sim.dice.uniform(0.0, SENTINEL_S), self.watcher.bury)
-
-
-class WatcherProcess(Process):
-    """Beats, rank states and the obituary, to the owner's channel and to every attached frontend's second session."""
-
-    def __init__(self, sim: Simulation, engine: EngineProcess, rng: random.Random) -> None:
-        super().__init__(sim.timeline, f"watcher {sim.generations}")
-        self.sim, self.engine = sim, engine
-        settings = sim.settings
-        self.port = EnginePort(sim.network, "watcher", sim.dice.getrandbits(63))
-        self.link = SimEngineLink(
-            self.port,
-            sim.lanes,
-            rng,
-            owner=b"",
-            info=INFO,
-            by_reference=settings.by_reference,
-            settings=replace(settings.wire, window_frames=8, backlog_frames=8),
-            liveness=settings.liveness,
-        )
-        self.port.actor = self.actor = Actor(self, self._turn, sim.touch)
-        self.port.process = self
-        self.beater = Actor(self, self._beat, sim.touch)
-        self._beats, self._told, self._leaving = 0, False, False
-        self._liveness = Liveness(settings.liveness)
-        self.actor.wake(self.timeline.now)
-        self.beater.wake(self.timeline.now)
-
-    def _turn(self) -> None:
-        if self._leaving:
-            self.link.close(FLUSH_S)
-            self.alive = False
-            return
-        while True:
-            self.link.receive(None)
-
-    def _beat(self) -> None:
-        self._beats += 1
-        steps, busy = self.engine.progress
-        state = RankState.GONE if not self.engine.alive else RankState.RUNNING
-        if self.engine.alive and self.engine.frozen_at is not None:
-            state = RankState.STOPPED
-        beat = Beat(self._beats, steps, busy, (state,), (self.timeline.now,))
-        if not self._told:
-            self.engine.world.put(Beaten(beat))
-            self.link.beat(beat)
-            self._judge(beat, self.timeline.now)
-            self.beater.wake(self.timeline.now + self.sim.settings.liveness.beat_interval_s)
-
-    def _judge(self, beat: Beat, now: float) -> None:
-        """A rank that is stopped for too long is ended."""
-        self._liveness.beat(beat, now)
-        verdict = self._liveness.poll(now, path_ok_at=now)
-        if verdict is not None and self.engine.alive and not self.engine.leaving:
-            self._tell(Failed(verdict.message, verdict.rank))
-            self.engine.crash()
-
-    def hear(self, words: Failed | None) -> None:
-        """What the rank itself reported."""
-        if self.runs and words is not None:
-            self._tell(words)
-
-    def bury(self) -> None:
-        """The rank is gone: by its pidfd, as soon as this process runs."""
-        if not self.alive:
-            return
-        if self.frozen_at is not None:
-            self.timeline.later(SENTINEL_S, self.bury)
-            return
-        engine = self.engine
-        message = "engine rank 0 was killed"
-        if not engine.clean:
-            self._tell(engine.words or Failed(message, rank=0, exitcode=-9))
-        elif not self._told:
-            self.link.broadcast(Stopping())
-        self.engine.world.put(Exited(engine.clean, "" if engine.clean else message, 0))
-        self._leaving = self._told = True
-        self.actor.wake(self.timeline.now)
-
-    def _tell(self, words: Failed) -> None:
-        if not self._told:
-            self._told = True
-            self.engine.world.put(words)
-            self.link.broadcast(Obituary(words.message, words.rank, words.exitcode))
-
-    def crash(self) -> None:
-        """The parent-death signal takes the rank along; the owner sees its channel end."""
-        if not self.alive:
-            return
-        self.alive = False
-        self.port.close()
-        self.engine.break_down()
-        self.timeline.later(self.sim.dice.uniform(0.0, SENTINEL_S), self._orphan)
-
-    def _orphan(self) -> None:
-        self.engine.crash()
-        if not self._leaving:
-            self.engine.world.put(Failed("the engine's watcher was killed", exitcode=-9))
-            self.engine.world.put(Exited(False, "the engine's watcher was killed", exitcode=-9))

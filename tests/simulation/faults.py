@@ -58,7 +58,7 @@ def freeze_engine_for_long(sim: Simulation) -> None:
     """As good as dead; half of the time a new generation is there before it thaws."""
     engine = sim.engine
     if engine.runs:
-        engine.break_down()
+        engine.break_down(0)
         freeze_for(sim, engine, long_s(sim))
         if sim.chance(0.3):
             freeze_for(sim, engine.watcher, long_s(sim))
@@ -72,6 +72,25 @@ def supersede(sim: Simulation) -> None:
         return
     sim.start_engine()
     sim.start_frontend(owner=True)
+
+
+def stick_engine(sim: Simulation) -> None:
+    """A step that takes long: it computes, or it hangs."""
+    seconds = sim.settings.liveness.hang_after_s * sim.dice.uniform(0.3, 2.5)
+    sim.engine.stick(seconds, computes=sim.chance(0.4))
+
+
+def kill_rank(sim: Simulation) -> None:
+    for follower in sim.engine.ranks:
+        follower.crash()
+
+
+def freeze_rank(sim: Simulation) -> None:
+    engine = sim.engine
+    for follower in engine.ranks:
+        if follower.runs and engine.runs:
+            engine.break_down(follower.rank)
+            freeze_for(sim, follower, long_s(sim))
 
 
 def kill_watcher(sim: Simulation) -> None:
@@ -115,7 +134,7 @@ def _break_path(sim: Simulation, how: Callable[[FrontendPort], None]) -> None:
 
 def outage_s(sim: Simulation) -> float:
     """Most are short; some are long enough to count as a loss."""
-    if sim.chance(0.75):
+    if sim.chance(0.75 if sim.settings.profile == "long" else 0.9):
         return sim.dice.uniform(0.01, 0.4)
     return sim.settings.liveness.broker_down_after_s * sim.dice.uniform(0.8, 2.4)
 
@@ -187,6 +206,10 @@ FAULTS: tuple[Callable[[Simulation], None], ...] = (
     restart,
     freeze_engine,
     freeze_engine_for_long,
+    stick_engine,
+    stick_engine,
+    kill_rank,
+    freeze_rank,
     kill_watcher,
     freeze_watcher,
     kill_frontend,

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING
 
-from tllm_core.contracts.interfaces import World
+from tllm_core.contracts.interfaces import Exited, Failed, World
 from tllm_core.contracts.messages import DownMessage, GenerationRequest, Introduce, SamplingParams, TokenIds
 from tllm_core.errors import (
     EngineDeadError,
@@ -19,7 +19,6 @@ from tllm_core.errors import (
 from tllm_core.frontend import DRAIN_S, Frontend
 from tllm_core.ledger.ledger import Call, Effects, Outcome
 from tllm_core.ledger.result import GenerationResult
-from tllm_core.plan import _raise_if_ended
 from tllm_core.wire.liveness import Liveness
 from tllm_core.world.attached import AttachedWorld
 
@@ -37,6 +36,13 @@ if TYPE_CHECKING:
 OPEN_S = 1.5
 CLOSE_S = 0.5
 SAMPLING = {n: SamplingParams(n=n, max_tokens=8) for n in (1, 2, 3)}
+
+
+def raise_if_ended(world: World | None) -> None:
+    """As `core/plan.py` does while an attach waits for the engine: the watcher's lane is read, and may say that nobody will."""
+    for event in () if world is None else world.events(0):
+        if isinstance(event, Failed | Exited):
+            raise EngineDeadError(event.cause())
 
 
 class SimFrontend(Frontend):
@@ -152,7 +158,7 @@ class FrontendProcess(Process):
                 self.watch_link.open(self.open_until - self.timeline.now)
                 self.watch_link_opened_at = self.timeline.now
                 self.world = AttachedWorld(self.watch_link, self.watch_port, {})
-            meanwhile = partial(_raise_if_ended, self.world if not self.owner else None)
+            meanwhile = partial(raise_if_ended, self.world if not self.owner else None)
             welcome = self.link.open(self.open_until - self.timeline.now, meanwhile)
             if self.sim.settings.same_host:
                 self.link.send(Introduce("host", self.number, 0))

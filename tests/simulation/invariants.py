@@ -20,7 +20,7 @@ from tllm_core.ledger.ledger import Outcome
 from .engines import EngineProcess
 from .frontends import FrontendProcess
 from .tickets import Ticket
-from .timeline import Process
+from .timeline import NEVER, Process
 from .violation import Violation
 
 if TYPE_CHECKING:
@@ -139,9 +139,11 @@ def engine_broken_since(engine: EngineProcess) -> float | None:
     watcher = engine.watcher
     if not engine.alive or not watcher.alive:
         return None if engine.clean else engine.broken_since
-    if (engine.frozen_at is None and watcher.frozen_at is None) or engine.leaving:
+    frozen_at = min(NEVER if part.frozen_at is None else part.frozen_at for part in (engine, watcher, *engine.ranks))
+    dead = any(not follower.alive for follower in engine.ranks)
+    if engine.leaving or (frozen_at == NEVER and not dead):
         return None
-    return min(at for at in (engine.frozen_at, watcher.frozen_at) if at is not None)
+    return engine.broken_since if dead else frozen_at
 
 
 def lane_is_bounded(sim: Simulation, process: Process) -> None:
@@ -264,6 +266,8 @@ def judge_verdict(process: FrontendProcess, error: TllmError) -> None:
     if isinstance(error, EngineDeadError):
         if engine.broken_since is None and not seems_dead(process):
             raise Violation("I11", f"{process.name} declares a living engine dead: {error}")
+        if error.root_cause.rank is not None and error.root_cause.rank not in engine.broken_ranks:
+            raise Violation("I4", f"{process.name} blames a rank that is well: {error}")
     elif isinstance(error, BrokerLost):
         down_s = max(port.down_s(0.0) for port in process.ports)
         if down_s < sim.settings.liveness.broker_down_after_s - sim.network.weather.proof_s:
@@ -280,11 +284,13 @@ def judge_verdict(process: FrontendProcess, error: TllmError) -> None:
 def all_mended(sim: Simulation) -> None:
     """Nothing is frozen or cut any more."""
     watchers = [engine.watcher for engine in sim.engines]
+    stuck = [engine.name for engine in sim.engines if engine.alive and sim.timeline.now < engine.stuck_until]
     frozen = [p.name for p in (*sim.frontends, *sim.engines, *watchers) if p.alive and p.frozen_at is not None]
     cut = [process.name for process in sim.frontends if process.alive and not process.is_well]
     cut += [p.name for p in (*sim.engines, *watchers) if p.alive and p.port.broken_at is not None]
-    if frozen or cut:
-        raise Violation("I1", f"the schedule is wrong: still frozen: {frozen}, without a path: {cut}")
+    frozen += [p.name for engine in sim.engines if engine.alive for p in engine.ranks if p.frozen_at is not None]
+    if frozen or cut or stuck:
+        raise Violation("I1", f"the schedule is wrong: still frozen: {frozen + stuck}, without a path: {cut}")
 
 
 def all_attached(sim: Simulation) -> None:

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
-from typing import Final
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Final
 
 from tllm_core.contracts.interfaces import Engine, EngineContext
 from tllm_core.contracts.messages import EngineInfo, EngineRequest, ErrorReport, Output, Plain, Step
 from tllm_core.errors import ControlError, RequestError
 
 from .violation import Violation
+
+if TYPE_CHECKING:
+    from tllm_core.world.worker import Worker
 
 WELL, REJECTED, FAILING, DEADLY = range(4)
 """What becomes of a request: its second prompt token."""
@@ -20,7 +23,7 @@ INFO: Final = EngineInfo(
     vocab_size=1 << 30,
     max_seq_len=1 << 20,
     supports=frozenset({"n", "max_tokens"}),
-    controls=("echo", "fail"),
+    controls=("echo", "fail", "pause", "resume"),
 )
 
 
@@ -40,6 +43,8 @@ class Model(Engine):
         self.failed: set[int] = set()
         self._rng, self._rows_after_abort = rng, rows_after_abort
         self._late: list[Output] = []
+        self.may_pause = True
+        self.wait: Callable[[], None] = lambda: None
 
     def start(self, context: EngineContext) -> EngineInfo:
         return INFO
@@ -65,7 +70,16 @@ class Model(Engine):
         if request is not None and self._rng.random() < self._rows_after_abort:
             self._late.append(Output(request_id=request_id, token_ids=(1,), finish_reason="stop"))
 
+    def resume(self, worker: Worker) -> None:
+        """Nobody holds it back any more."""
+        if self.paused:
+            self.paused = False
+            worker.wake()
+
     def step(self) -> Step:
+        self.wait()
+        if self.paused:
+            return Step([], False)
         outputs, self._late = self._late, []
         for request_id, request in list(self.live.items()):
             if self._rng.random() < 0.9:
@@ -100,4 +114,6 @@ class Model(Engine):
     def control(self, method: str, args: Sequence[Plain], ranks: Sequence[int] | None) -> Sequence[Plain]:
         if method == "fail":
             raise ControlError("it was asked to fail")
+        if method in ("pause", "resume"):
+            self.paused = method == "pause" and self.may_pause
         return [list(args)]

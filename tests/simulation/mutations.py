@@ -8,6 +8,7 @@ from typing import Any
 from unittest.mock import patch
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from tllm_core.contracts.messages import Submit
 from tllm_core.errors import EngineDeadError, RequestError
@@ -17,7 +18,7 @@ from tllm_core.wire.chunks import Assembly
 from tllm_core.wire.header import CUT, Gate, Seal
 from tllm_core.wire.lane import Lane, Outgoing, Receiver, Sender
 from tllm_core.wire.link import EngineLink
-from tllm_core.wire.liveness import Liveness, Silence, Verdict
+from tllm_core.wire.liveness import Liveness, Progress, Silence, Verdict
 from tllm_core.wire.path import PathWatch
 from tllm_core.wire.session import FrontendSession
 from tllm_core.wire.sessions import EngineSessions
@@ -424,6 +425,33 @@ def stopped_ranks_ignored() -> Patches:
     yield patch.object(Liveness, "_stopped_for_long", lambda self: None)
 
 
+def pause_taken_for_a_hang() -> Patches:
+    yield patch.object(Worker, "_is_busy", lambda self: bool(self._entries))
+
+
+def computation_taken_for_a_hang() -> Patches:
+    is_made_by = Progress._is_made_by
+
+    def blind(self: Progress, beat: Any, now: float) -> bool:
+        return is_made_by(self, replace(beat, cpu_s=self._mark[1].cpu_s), now)
+
+    yield patch.object(Progress, "_is_made_by", blind)
+
+
+def hang_never_noticed() -> Patches:
+    yield patch.object(Progress, "hang", lambda self, after_s: None)
+
+
+def wrong_rank_blamed() -> Patches:
+    stopped = Liveness._stopped_for_long
+
+    def rank_0(self: Liveness) -> Verdict | None:
+        verdict = stopped(self)
+        return None if verdict is None else replace(verdict, rank=0)
+
+    yield patch.object(Liveness, "_stopped_for_long", rank_0)
+
+
 # ---------------------------------------------------------------------------------------------------------- worker
 
 
@@ -471,47 +499,51 @@ def outcome_replaced_by_the_sweep() -> Patches:
 
 
 MUTATIONS: tuple[Mutation, ...] = (
-    Mutation("I1", 38, send_before_register),
-    Mutation("I4", 16, register_not_atomic_with_the_dead_flag),
+    Mutation("I1", 27, send_before_register),
+    Mutation("I4", 210, register_not_atomic_with_the_dead_flag),
     Mutation("I4", 0, sweep_without_stickiness),
-    Mutation("I4", 427, sweep_that_forgets_calls),
+    Mutation("I4", 465, sweep_that_forgets_calls),
     Mutation("I4", 0, first_cause_not_kept),
-    Mutation("I4", 721, sweep_before_draining),
+    Mutation("I4", 75, sweep_before_draining),
     Mutation("I4", 0, ack_before_deliver),
-    Mutation("I8", 55, withdraw_that_forgets),
-    Mutation("I3", 45, late_rows_delivered),
-    Mutation("I1", 45, outcome_replaced_by_the_sweep),
-    Mutation("I1", 55, abort_not_settled_locally),
-    Mutation("I5", 16, death_told_as_a_request_error),
-    Mutation("I8", 204, dropped_results_kept, "long"),
-    Mutation("I6", 73, abort_on_a_lane_of_its_own),
-    Mutation("I6", 46, backlog_that_forgets_order),
-    Mutation("I6", 11, duplicate_accepted),
-    Mutation("I6", 20, gap_accepted),
-    Mutation("I10", 0, window_unbounded),
-    Mutation("I10", 47, backlog_unbounded),
-    Mutation("I10", 107, half_open_unbounded),
+    Mutation("I8", 22, withdraw_that_forgets),
+    Mutation("I3", 8, late_rows_delivered),
+    Mutation("I1", 8, outcome_replaced_by_the_sweep),
+    Mutation("I1", 8, abort_not_settled_locally),
+    Mutation("I5", 80, death_told_as_a_request_error),
+    Mutation("I8", 5, dropped_results_kept, "long"),
+    Mutation("I6", 64, abort_on_a_lane_of_its_own),
+    Mutation("I6", 1, backlog_that_forgets_order),
+    Mutation("I6", 22, duplicate_accepted),
+    Mutation("I6", 62, gap_accepted),
+    Mutation("I10", 4, window_unbounded),
+    Mutation("I10", 22, backlog_unbounded),
+    Mutation("I10", 59, half_open_unbounded),
     Mutation("I1", 5682, nothing_resent_after_a_reconnect, "long"),
     Mutation("I8", 0, acknowledged_frames_kept),
-    Mutation("I9", 29, session_resumed_after_restart),
-    Mutation("I9", 94, generation_not_checked),
-    Mutation("I9", 50, direction_not_checked),
-    Mutation("I9", 264, mac_not_checked),
-    Mutation("I9", 17, beat_accepted_twice, "long"),
-    Mutation("I1", 1155, expelled_session_still_served),
-    Mutation("I8", 57, silent_frontends_kept),
-    Mutation("I11", 206, deadline_judged_on_a_stale_path),
+    Mutation("I9", 214, session_resumed_after_restart),
+    Mutation("I9", 73, generation_not_checked),
+    Mutation("I9", 619, direction_not_checked),
+    Mutation("I9", 536, mac_not_checked),
+    Mutation("I9", 117, beat_accepted_twice, "long"),
+    Mutation("I1", 2201, expelled_session_still_served),
+    Mutation("I8", 234, silent_frontends_kept),
+    Mutation("I11", 234, deadline_judged_on_a_stale_path),
     Mutation("I11", 2371, frozen_frontend_declares_death),
-    Mutation("I12", 378, silence_never_over),
-    Mutation("I12", 130, stopped_ranks_ignored),
-    Mutation("I2", 47, parked_rows_replaced),
-    Mutation("I2", 55, parked_rows_overtaken),
-    Mutation("I8", 45, aborted_requests_run_on),
-    Mutation("I2", 0, chunk_dropped_by_reassembly),
-    Mutation("I4", 0, reassembly_mixes_two_messages),
-    Mutation("I4", 24, reassembly_survives_a_session, "long"),
+    Mutation("I12", 48, silence_never_over),
+    Mutation("I12", 35, stopped_ranks_ignored),
+    Mutation("I2", 73, parked_rows_replaced),
+    Mutation("I2", 127, parked_rows_overtaken),
+    Mutation("I8", 8, aborted_requests_run_on),
+    Mutation("I2", 1, chunk_dropped_by_reassembly),
+    Mutation("I4", 1, reassembly_mixes_two_messages),
+    Mutation("I4", 1340, reassembly_survives_a_session),
     Mutation("I1", 5682, gap_not_told_after_a_reconnect, "long"),
-    Mutation("I11", 206, outage_taken_for_a_death),
-    Mutation("I11", 57, outage_never_told),
-    Mutation("I8", 142, engine_keeps_sessions_without_a_path),
+    Mutation("I11", 234, outage_taken_for_a_death),
+    Mutation("I11", 234, outage_never_told),
+    Mutation("I8", 1178, engine_keeps_sessions_without_a_path),
+    Mutation("I12", 1506, pause_taken_for_a_hang),
+    Mutation("I12", 95, computation_taken_for_a_hang),
+    Mutation("I12", 1112, hang_never_noticed),
+    Mutation("I4", 10, wrong_rank_blamed, "long"),
 )

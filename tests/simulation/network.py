@@ -25,8 +25,9 @@ KEPT = 48
 class Weather(Struct, kw_only=True):
     """What happens to frames. Probabilities, seconds. `reliable`: only a reconnect loses any, and order is kept.
 
-    `engine_hears`: its port notices that a frontend's connection was lost and is back. `broker`: every port has a way of its own to a broker, which loses what is for somebody who is not connected, and what is
-    too much (`high_water`) for somebody slow; nobody hears of either. Paths are proven every `proof_s`.
+    `engine_hears`: its port notices that a frontend's connection was lost and is back. `broker`: every port has a way of its
+    own to a broker, which loses what is for somebody who is not connected, and what is too much (`high_water`) for somebody
+    slow; nobody hears of either. Paths are proven every `proof_s`.
     """
 
     reliable: bool = True

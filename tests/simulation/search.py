@@ -11,7 +11,7 @@ from .mutations import MUTATIONS, Mutation, mutated
 from .runner import run_one
 from .settings import Profile
 
-PATIENCE_S = 20.0
+PATIENCE_S = 40.0
 
 
 def first_catch(mutation: Mutation, profile: Profile) -> str | None:

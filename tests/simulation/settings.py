@@ -29,6 +29,7 @@ class ScheduleSettings(Struct, kw_only=True):
     liveness: LivenessSettings
     worker: WorkerSettings
     weather: Weather
+    world_size: int
     attached: int
     calls: int
     faults: int
@@ -39,6 +40,7 @@ class ScheduleSettings(Struct, kw_only=True):
 LIVENESS = LivenessSettings(
     beat_interval_s=0.1,
     dead_after_s=0.8,
+    hang_after_s=0.6,
     broker_down_after_s=0.9,
     reconnect_grace_s=0.2,
     frontend_dead_after_s=1.2,
@@ -47,6 +49,7 @@ LIVENESS = LivenessSettings(
 SHORT_LIVENESS = LivenessSettings(
     beat_interval_s=0.1,
     dead_after_s=0.5,
+    hang_after_s=0.4,
     broker_down_after_s=0.6,
     reconnect_grace_s=0.1,
     frontend_dead_after_s=0.8,
@@ -69,10 +72,11 @@ def draw(dice: random.Random, profile: Profile) -> ScheduleSettings:
         by_reference=by_reference,
         same_host=dice.random() < 0.5,
         wire=wire,
-        liveness=SHORT_LIVENESS if short else LIVENESS,
+        liveness=replace(SHORT_LIVENESS if short else LIVENESS, end_hung=dice.random() < 0.5),
         worker=WorkerSettings(parked_bytes=dice.choice((1 << 12, 1 << 20)), stall_after_s=dice.choice((0.3, 2.0))),
         weather=weather,
-        attached=dice.choice((0, 0, 1) if short else (0, 0, 1, 1, 1, 2, 3)),
+        world_size=dice.choice((1, 2)),
+        attached=dice.choice((0, 0, 0, 1) if short else (0, 0, 1, 1, 1, 2, 3)),
         calls=dice.randrange(1, 4) if short else dice.randrange(4, 16),
         faults=dice.choice((0, 1) if short else (0, 1, 1, 2, 3)),
         active_s=dice.choice((0.02, 0.05) if short else (0.15, 0.3, 0.6)),
