@@ -158,7 +158,7 @@ class Watcher:
             self._leaving = True
             self._news.announce(Obituary("the engine's owner is gone, and the engine ends"))
             self._loop.later(OBITUARY_S, self._end)
-            self._loop.later(ORPHAN_S, self._kill)
+        self._loop.later(ORPHAN_S, self._kill)  # also where an end that the owner had asked for does not come
 
     def _end(self) -> None:
         """An orderly end, where there is something to put in order. How long it may take is the owner's to say."""

@@ -114,6 +114,25 @@ def test_a_fork_that_outlives_the_owner_does_not_keep_its_world(script):
     assert gone
 
 
+def test_an_owner_that_is_killed_while_its_world_does_not_end_as_told_takes_it_along(script):
+    owner = script(
+        """
+        world = start()
+        rank, *_ = json.loads(sys.stdin.readline())
+        os.kill(rank, signal.SIGSTOP)
+        say(stopped=world.stop(0.3))
+        time.sleep(600)
+        """,
+        stdin=subprocess.PIPE,
+    )
+    owner.until("event")
+    owner.popen.stdin.write(json.dumps([owner.processes[0].pid]) + "\n")
+    owner.popen.stdin.close()
+    assert owner.until("stopped") is False
+    os.kill(owner.popen.pid, signal.SIGKILL)
+    assert wait_gone(owner.processes, 20)
+
+
 def test_a_script_needs_no_main_guard_and_runs_once(script):
     owner = script("world = start(); say(stopped=world.stop(20))")
     assert owner.until("stopped") is True
