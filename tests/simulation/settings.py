@@ -99,6 +99,8 @@ def draw_wire(dice: random.Random, tight: bool) -> WireSettings:
         ack_delay_s=0.01,
         resend_after_s=0.05,
         resend_max_s=0.3,
+        # A reliable port that comes back needs no probe: what it lost has to be asked for.
+        probe_after_s=60.0,
         hello_retry_s=0.05,
         max_half_open=dice.choice((2, 8)),
         half_open_s=0.5,
