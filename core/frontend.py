@@ -231,8 +231,8 @@ class Frontend:
             self.observers.on_settled(effects.settled)
 
     def post(self, error: TllmError) -> None:
-        """Posts a verdict; the first one stays, and so does an end that came before. From any thread; never blocks."""
-        if self._verdict is None and self.ledger.closed is None:
+        """Posts a verdict; the first one stays. From any thread; never blocks."""
+        if self._verdict is None:
             self._verdict = error
         self.ended.set()
         self.link.wake()

@@ -70,7 +70,8 @@ class Health(Struct, frozen=True):
 def health_of(frontend: Frontend, foreign: TllmError | None = None) -> Health:
     """Reads what the frontend's threads have taken in. foreign: what every call raises, in a fork of its process."""
     closed = frontend.ledger.closed
-    error = foreign or frontend.verdict or (None if closed is None else closed.error)
+    # What pending results were ended with; a verdict that came after that is nobody's cause.
+    error = foreign or (frontend.verdict if closed is None else closed.error)
     state: Literal["ready", "dead", "closed"] = "ready"
     if error is not None:
         state = "closed" if isinstance(error, ExecutorClosedError) else "dead"
