@@ -142,6 +142,10 @@ class EngineProcess(Process):
 
     def stick(self, seconds: float, computes: bool) -> None:
         """Its next step takes so long, or longer: for a computation, or for nothing."""
+        if self.timeline.now < self.stuck_until:
+            return
+        self.cpu_s = self.used_cpu_s()
+        self.disturbed = True
         self.stuck_since = self.timeline.now
         self.stuck_until, self.computes = self.timeline.now + seconds, computes
 

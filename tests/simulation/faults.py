@@ -134,15 +134,15 @@ def _break_path(sim: Simulation, how: Callable[[FrontendPort], None]) -> None:
 
 def outage_s(sim: Simulation) -> float:
     """Most are short; some are long enough to count as a loss."""
-    if sim.chance(0.75 if sim.settings.profile == "long" else 0.9):
+    if sim.chance(0.75 if sim.settings.profile == "long" else 0.85):
         return sim.dice.uniform(0.01, 0.4)
-    return sim.settings.liveness.broker_down_after_s * sim.dice.uniform(0.8, 2.4)
+    return sim.settings.liveness.dead_after_s * sim.dice.uniform(0.9, 3.6)
 
 
 def break_broker(sim: Simulation) -> None:
     """Everybody's path at once; they come back one after the other."""
     how = sim.dice.choice((Port.cut, Port.stall))
-    seconds = sim.settings.liveness.broker_down_after_s * sim.dice.uniform(0.3, 2.4)
+    seconds = sim.settings.liveness.dead_after_s * sim.dice.uniform(0.3, 3.6)
     for process in sim.frontends:
         process.break_path(how)
         sim.timeline.later(seconds + sim.dice.uniform(0.0, 0.1), process.mend_path)

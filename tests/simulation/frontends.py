@@ -59,7 +59,7 @@ class SimFrontend(Frontend):
         self._sweep, self.ledger.sweep = self.ledger.sweep, self._checked_sweep
 
     def post(self, error: TllmError) -> None:
-        if self._verdict is None:
+        if self._verdict is None and self.ledger.closed is None:
             self.verdict_at = self.sim.timeline.now
             self.sim.trace("%s: verdict: %r", self.process.name, error)
             self.process.judge_verdict(error)
@@ -184,6 +184,7 @@ class FrontendProcess(Process):
 
     def _serve(self) -> None:
         self.receiver.ends = True
+        self.frontend._closed.sleep_on()
         self.frontend._receive_loop()
 
     def _let_others_in(self, when: str) -> None:

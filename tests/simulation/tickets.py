@@ -26,6 +26,11 @@ class SimEvent:
     def is_set(self) -> bool:
         return self._set
 
+    def sleep_on(self) -> None:
+        """Who waits here is woken by nothing else."""
+        if self._until is not None and not self._set and self._sim.timeline.now < self._until:
+            raise Blocked(self._until + GRAIN_S)
+
     def wait(self, timeout: float) -> bool:
         now = self._sim.timeline.now
         if self._until is None:
