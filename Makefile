@@ -72,6 +72,7 @@ $(VENV)/.test: $(VENV)/.torch $(SOURCES)
 
 soak: $(VENV)/.test
 	TLLM_SOAK_REQUESTS=100000 TLLM_SOAK_IDLE_S=600 TLLM_FUZZ_FRAMES=1000000 $(BIN)/python -m pytest tests/soak tests/faults/test_fuzz.py -s --timeout 3600 -o faulthandler_timeout=3500
+	$(BIN)/python -m tests.simulation --seed 10000000 --schedules 50000 --processes 2
 
 clean:
 	rm -rf $(VENV) .typing build dist tllm_core.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
