@@ -17,6 +17,10 @@ from tllm_core.errors import PortDown, PortError, PortFull
 SOON_S = 5.0
 
 
+RETURN_S = 15.0
+"""How long a port may take to be back: several of its own attempts, each with its own time-out."""
+
+
 class ClaimCases(TransportSubject):
     """One case for each capability."""
 
@@ -117,7 +121,7 @@ class ClaimCases(TransportSubject):
             (port.send, pair.engine.receive),
             (pair.to(peer), port.receive),
         ):
-            deadline = time.monotonic() + SOON_S * 2
+            deadline = time.monotonic() + RETURN_S
             while not any(bytes(frame[0]) == mark for frame in reader(0.1)):
                 assert time.monotonic() < deadline, f"no frame got through: {port.state}"
                 with contextlib.suppress(PortDown, PortFull):
