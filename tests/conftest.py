@@ -5,6 +5,14 @@ from collections.abc import Iterator
 
 import pytest
 
+LONGEST = ("tests/simulation/test_simulation.py", "tests/tp/test_tp_equality.py", "tests/packaging/")
+"""What takes minutes begins first, so that nothing waits for it at the end."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Else in the order of the files."""
+    items.sort(key=lambda item: not item.nodeid.startswith(LONGEST))
+
 
 @pytest.fixture(scope="session", autouse=True)
 def _interrupts_reach_children() -> Iterator[None]:
