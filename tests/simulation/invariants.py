@@ -180,7 +180,7 @@ def lane_is_bounded(sim: Simulation, process: Process) -> None:
 
 def sessions_end_without_a_path(sim: Simulation, engine: EngineProcess) -> None:
     """I8: an engine that has had no path for long holds nothing for frontends any more."""
-    down_s = engine.port.down_s(engine.awake_since)
+    down_s = engine.port.down_s(max(engine.awake_since, engine.stuck_until))
     if down_s > sim.settings.liveness.broker_down_after_s + SLACK_S and engine.link._sessions.table and engine.runs:
         raise Violation("I8", f"{engine.name} has had no path for {down_s:.2f} s and keeps its sessions")
 
