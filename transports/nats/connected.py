@@ -191,6 +191,12 @@ class ConnectedPort:
             self._connection = connection
             try:
                 await self._use(connection)
+            except asyncio.CancelledError:
+                task = asyncio.current_task()
+                if task is None or task.cancelling():
+                    raise
+                # nats-py cancels what waits for it when it loses its connection; nobody asked this task to end.
+                self._went_down(Lost(f"{connection.url} was lost in the middle of something"))
             except Exception as error:  # whatever a client library comes up with, the port goes on
                 lost = connection.as_lost(error)
                 if not isinstance(error, (Lost, *DEAF)) and self._state.reason != str(lost):
@@ -218,7 +224,11 @@ class ConnectedPort:
         if connection.lost.done():
             raise connection.lost.result()
         for task in tasks:
-            if task in done and (error := task.exception()) is not None:
+            if task not in done:
+                continue
+            if task.cancelled():
+                raise Lost(f"{connection.url} was lost in the middle of something")
+            if (error := task.exception()) is not None:
                 raise error
 
     async def _work(self, connection: Connection) -> None:
@@ -256,6 +266,8 @@ class ConnectedPort:
                 before, seen = seen, self._signs_of_life(connection)
                 if seen == before:
                     raise Lost(f"{connection.url} has shown no sign of life for {stale_s:g} s")
+            if asking.cancelled():  # nats-py cancels what waits for an answer when it loses its connection
+                raise Lost(f"{connection.url} was lost while it was asked")
             asking.result()
             self._path_ok_at = asked_at
             await asyncio.sleep(max(0.0, asked_at + self._settings.probe_s - time.monotonic()))
@@ -268,7 +280,7 @@ class ConnectedPort:
         connection = self._connection
         if connection is None or connection.lost.done() or not connection.client.is_connected:
             return
-        with contextlib.suppress(*DEAF):
+        with contextlib.suppress(*DEAF, asyncio.CancelledError):
             await within(self._settings.linger_s, self._finish(connection))
 
     async def _finish(self, connection: Connection) -> None:
