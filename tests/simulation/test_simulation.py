@@ -18,7 +18,7 @@ from .violation import Violation
 ROOT = Path(__file__).parents[2]
 SCHEDULES = int(os.environ.get("TLLM_SIMULATION_SCHEDULES", "100000"))
 LONG_SCHEDULES = int(os.environ.get("TLLM_SIMULATION_LONG", "1500"))
-SECONDS = float(os.environ.get("TLLM_SIMULATION_S", "840"))
+SECONDS = float(os.environ.get("TLLM_SIMULATION_S", "240"))
 PARTS = 8
 LEAST = 1000
 
@@ -38,7 +38,7 @@ def count_of(done: subprocess.CompletedProcess[str]) -> int:
 
 @pytest.mark.parametrize("part", range(PARTS))
 def test_short_schedules_keep_every_promise(part: int):
-    """TLLM_SIMULATION_SCHEDULES (100,000) on two processes, or as many as fit in TLLM_SIMULATION_S seconds (840).
+    """TLLM_SIMULATION_SCHEDULES (100,000) on two processes, or as many as fit in TLLM_SIMULATION_S seconds (240).
 
     The output says how many it were, and how many per second.
     """
