@@ -314,9 +314,7 @@ class GenerationExecutor(ControlCalls):
 
     def _check_process(self) -> None:
         if os.getpid() != self._pid:
-            raise ExecutorClosedError(
-                "this executor belongs to the process that this one was forked from; create one here"
-            )
+            raise _foreign()
 
     def __repr__(self) -> str:
         return f"GenerationExecutor({self._plan.summary()}, {self.health().state})"
