@@ -217,7 +217,7 @@ def test_an_attach_gets_through_a_port_that_loses_frames(lane, network) -> None:
     assert collect(front, 1) == [ControlReply(1, [])]
 
 
-PATIENT = LivenessSettings(frontend_beat_s=3600.0, frontend_dead_after_s=3600.0)
+PATIENT = LivenessSettings(frontend_beat_s=1800.0, frontend_dead_after_s=3600.0)
 """Nothing but the lane wakes a link that waits."""
 
 
