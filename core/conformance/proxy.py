@@ -23,7 +23,8 @@ RESET = struct.pack("ii", 1, 0)
 class CutProxy:
     """Passes connections to `127.0.0.1:port` on to a target, until it is told to do otherwise. One thread of its own.
 
-    Every method may be called from any thread and has taken effect when it returns. To be closed, or used by `with`.
+    Every method may be called from any thread and has taken effect when it returns. To be closed, or used by `with`;
+    whatever else is asked of a closed one raises RuntimeError.
     delay_s, bytes_per_s: may be set at any time; each holds per connection and direction.
     accepted: connections so far. moved: bytes passed on so far, both directions together.
     """
@@ -40,8 +41,9 @@ class CutProxy:
         self.port: int = self._bound.getsockname()[1]
         self._listener: socket.socket | None = None
         self._flows: list[Flow] = []
-        self._frozen = self._closed = False
+        self._frozen = self._ends = self._closed = False
         self._corrupt = 0
+        self._ordering = threading.Lock()
         self._orders: queue.SimpleQueue[tuple[Callable[[], None], threading.Event]] = queue.SimpleQueue()
         self._woken, self._waker = socket.socketpair()
         self._woken.setblocking(False)
@@ -81,28 +83,39 @@ class CutProxy:
 
     def close(self) -> None:
         """Resets every connection and ends the thread. Idempotent."""
-        if not self._closed:
-            self._order(lambda: setattr(self, "_closed", True))
+        with self._ordering:
+            if self._closed:
+                return
+            self._closed = True
+            self._wake_for(lambda: setattr(self, "_ends", True))
             self._thread.join()
+            # Here and not by the thread: traffic may let it obey, and end, before the order's own byte is sent.
+            for end in (self._bound, self._woken, self._waker):
+                end.close()
 
     def _order(self, action: Callable[[], None]) -> None:
+        with self._ordering:
+            if self._closed:
+                raise RuntimeError("the proxy is closed")
+            done = self._wake_for(action)
+            while not done.wait(0.1):
+                if not self._thread.is_alive():
+                    raise RuntimeError("the proxy's thread has ended")
+
+    def _wake_for(self, action: Callable[[], None]) -> threading.Event:
         done = threading.Event()
         self._orders.put((action, done))
         self._waker.send(b"\0")
-        while not done.wait(0.1):
-            if not self._thread.is_alive():
-                raise RuntimeError("the proxy's thread has ended")
+        return done
 
     # ------------------------------------------------------------------------------------------- the thread's own
 
     def _run(self) -> None:
         try:
-            while not self._closed:
+            while not self._ends:
                 self._round()
         finally:
             self._cut()
-            for end in (self._bound, self._woken, self._waker):
-                end.close()
 
     def _round(self) -> None:
         now = time.monotonic()

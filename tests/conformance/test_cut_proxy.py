@@ -2,9 +2,10 @@
 
 import contextlib
 import socket
+import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 
@@ -144,3 +145,60 @@ def test_closing_leaves_no_thread_and_is_idempotent(server: int) -> None:
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("cut-proxy")]
     with end, pytest.raises(ConnectionResetError):
         end.recv(1)
+
+
+@pytest.fixture
+def rapid_switches() -> Iterator[None]:
+    """Threads take turns after every few instructions, so that a window between two of them is met."""
+    usual = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    yield
+    sys.setswitchinterval(usual)
+
+
+@pytest.mark.usefixtures("rapid_switches")
+def test_orders_and_closing_from_several_threads_under_traffic_raise_nothing_but_that_it_is_closed(server: int) -> None:
+    for _ in range(300):
+        proxy = CutProxy("127.0.0.1", server)
+        with joined(proxy) as end:
+            end.sendall(bytes(4096))
+            raised = all_at_once(proxy.close, proxy.close, proxy.freeze, proxy.thaw, proxy.heal)
+        assert not [error for error in raised if str(error) != "the proxy is closed"]
+        assert not [thread for thread in threading.enumerate() if thread.name == f"cut-proxy-{proxy.port}"]
+
+
+@pytest.mark.usefixtures("rapid_switches")
+def test_closing_while_traffic_wakes_the_proxys_thread_raises_nothing(server: int) -> None:
+    for _ in range(300):
+        proxy = CutProxy("127.0.0.1", server)
+        with joined(proxy) as end:
+            writer = threading.Thread(target=write_until_reset, args=(end,))
+            writer.start()
+            proxy.close()
+            writer.join()
+
+
+def write_until_reset(end: socket.socket) -> None:
+    with contextlib.suppress(ConnectionError):
+        while True:
+            end.sendall(b"x")
+
+
+def all_at_once(*calls: Callable[[], None]) -> list[Exception]:
+    """Calls each on a thread of its own, and returns what they raised."""
+    raised: list[Exception] = []
+
+    def run(call: Callable[[], None]) -> None:
+        together.wait()
+        try:
+            call()
+        except Exception as error:
+            raised.append(error)
+
+    together = threading.Barrier(len(calls))
+    threads = [threading.Thread(target=run, args=(call,)) for call in calls]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return raised
