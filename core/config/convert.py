@@ -76,9 +76,13 @@ def _plain(settings_type: type[Struct], value: Value, path: KeyPath, depth: int)
 
 def _check_sane(value: Any, path: KeyPath, origin: str) -> None:
     """Raises ConfigError for what no setting can be, and what would break far from here."""
-    if isinstance(value, Mapping | list | tuple):
-        for inner in [*value, *value.values()] if isinstance(value, Mapping) else value:
-            _check_sane(inner, path, origin)
+    if isinstance(value, Mapping):
+        for key, inner in value.items():
+            _check_sane(key, path, origin)
+            _check_sane(inner, (*path, str(key)), origin)
+    elif isinstance(value, list | tuple):
+        for number, inner in enumerate(value):
+            _check_sane(inner, (*path, f"[{number}]"), origin)
     elif isinstance(value, float) and not math.isfinite(value):
         fail(path, f"must be a finite number, not {value}", origin)
     elif isinstance(value, int) and not -(2**63) <= value < 2**64:

@@ -1,6 +1,7 @@
 """Where values come from: a TOML file, the environment, keywords. Each becomes a flat layer of path -> value."""
 
 import os
+import stat
 import tomllib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -13,6 +14,7 @@ from tllm_core.errors import ConfigError
 ENV_PREFIX = "TLLM_"
 ENV_FILE = "TLLM_CONFIG"
 CWD_FILE = "tllm.toml"
+MAX_FILE_BYTES = 1 << 20
 SECTIONS = ("engine", "transport", "launcher", "wire", "liveness", "ledger", "plugins", "attach", "frontends")
 
 KeyPath: TypeAlias = tuple[str, ...]
@@ -36,15 +38,42 @@ Layer: TypeAlias = dict[KeyPath, Value]
 
 def file_layer(path: Path) -> Layer:
     """What a TOML file sets; ConfigError names the file, and the line where the TOML is bad."""
+    where = _shown(path)
     try:
-        tree = tomllib.loads(path.read_text(encoding="utf-8"))
-    except tomllib.TOMLDecodeError as error:
-        raise ConfigError(f"{path}: bad TOML: {error}") from None
+        return flatten(tomllib.loads(_read_regular(path).decode()), where)
     except UnicodeDecodeError as error:
-        raise ConfigError(f"{path}: not UTF-8 text, at byte {error.start}") from None
-    except OSError as error:
-        raise ConfigError(f"{path}: the config file can't be read: {error.strerror or error}") from None
-    return flatten(tree, str(path))
+        raise ConfigError(f"{where}: not UTF-8 text, at byte {error.start}") from None
+    except RecursionError:
+        raise ConfigError(f"{where}: bad TOML: it is nested too deeply") from None
+    except ValueError as error:  # also for a number of more digits than Python reads
+        raise ConfigError(f"{where}: bad TOML: {error}") from None
+
+
+def _read_regular(path: Path) -> bytes:
+    """The whole file. Of what is no regular file nothing is read: a FIFO may have nothing to say, a device no end."""
+    try:
+        with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK | os.O_NOCTTY)) as file:
+            kind = _kind(os.fstat(file.fileno()).st_mode)
+            content = b"" if kind else file.read(MAX_FILE_BYTES + 1)
+    except (OSError, ValueError) as error:
+        what = getattr(error, "strerror", None) or error
+        raise ConfigError(f"{_shown(path)}: the config file can't be read: {what}") from None
+    if kind:
+        raise ConfigError(f"{_shown(path)}: a config file must be a regular file, and this is a {kind}")
+    if len(content) > MAX_FILE_BYTES:
+        raise ConfigError(f"{_shown(path)}: a config file may have {MAX_FILE_BYTES} bytes, and this has more")
+    return content
+
+
+def _kind(mode: int) -> str:
+    """What it is, where it is no regular file."""
+    names = ((stat.S_ISFIFO, "FIFO"), (stat.S_ISCHR, "device"), (stat.S_ISBLK, "device"), (stat.S_ISREG, ""))
+    return next((name for is_one, name in names if is_one(mode)), "special file")
+
+
+def _shown(path: Path) -> str:
+    """The path as any terminal can show it."""
+    return "".join(letter if letter.isprintable() else ascii(letter)[1:-1] for letter in str(path))
 
 
 def environment_layer(environ: Mapping[str, str]) -> Layer:
@@ -71,7 +100,8 @@ def config_path(config: str | os.PathLike[str] | None, environ: Mapping[str, str
     chosen = config or environ.get(ENV_FILE)
     if chosen:
         return Path(chosen)
-    return Path(CWD_FILE) if look_in_cwd and Path(CWD_FILE).exists() else None
+    # A link to nothing is somebody's file too, and a mistake that is worth hearing of.
+    return Path(CWD_FILE) if look_in_cwd and os.path.lexists(CWD_FILE) else None
 
 
 def flatten(tree: Mapping[str, Any], origin: str) -> Layer:

@@ -38,7 +38,7 @@ from tllm_core.world.rank import resolve
 KILL_S = 2.0
 """How long a watcher may take to end its world before it is killed itself, which takes the ranks along."""
 
-Seconds = Annotated[float, Meta(gt=0)]
+Seconds = Annotated[float, Meta(gt=0, le=30 * 86400)]
 
 
 class SpawnSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

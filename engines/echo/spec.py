@@ -1,12 +1,17 @@
 """What the echo engine is called, how it is set, and which faults it can be told to have."""
 
-from typing import Literal
+from typing import Annotated, Literal, TypeAlias
 
-from msgspec import Struct
+from msgspec import Meta, Struct
 
 from tllm_core.contracts.interfaces import EngineSpec
 
+MAX_RANKS = 1024
+
 FaultPoint = Literal["construct", "prepare", "start", "submit", "abort", "step", "control", "follow", "close"]
+Seconds: TypeAlias = Annotated[float, Meta(ge=0, le=3600)]
+Count: TypeAlias = Annotated[int, Meta(ge=1, le=2**31 - 1)]
+TokenId: TypeAlias = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 FaultKind = Literal["raise", "request_error", "exit", "kill", "stop", "hang", "spin", "wait_for_child", "hold_gil"]
 
 
@@ -34,14 +39,14 @@ class Fault(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     at: FaultPoint
     do: FaultKind
-    after: int = 0
-    times: int | None = None
-    token: int | None = None
-    rank: int = 0
+    after: Annotated[int, Meta(ge=0, le=2**31 - 1)] = 0
+    times: Count | None = None
+    token: TokenId | None = None
+    rank: Annotated[int, Meta(ge=0, lt=MAX_RANKS)] = 0
     message: str = "echo fault"
-    exitcode: int = 3
-    signal: int = 9
-    seconds: float = 3600.0
+    exitcode: Annotated[int, Meta(ge=0, le=255)] = 3
+    signal: Annotated[int, Meta(ge=1, le=64)] = 9
+    seconds: Seconds = 3600.0
 
 
 class EchoSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -53,14 +58,14 @@ class EchoSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     world_size: ranks; those above 0 idle.
     """
 
-    step_interval_s: float = 0.0
-    load_delay_s: float = 0.0
-    max_batch_size: int = 256
-    max_seq_len: int = 4096
-    vocab_size: int = 32000
-    tokens_per_step: int = 1
-    eos_token_id: int | None = None
-    world_size: int = 1
+    step_interval_s: Seconds = 0.0
+    load_delay_s: Seconds = 0.0
+    max_batch_size: Count = 256
+    max_seq_len: Count = 4096
+    vocab_size: Count = 32000
+    tokens_per_step: Count = 1
+    eos_token_id: TokenId | None = None
+    world_size: Annotated[int, Meta(ge=1, le=MAX_RANKS)] = 1
     faults: tuple[Fault, ...] = ()
 
 
