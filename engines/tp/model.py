@@ -1,6 +1,7 @@
 """The Llama family on flat batches: activations are [tokens, hidden], whatever sequences they belong to."""
 
 from collections.abc import Callable
+from itertools import pairwise
 
 import torch
 import torch.nn.functional as F  # noqa: N812 - everybody's name for it
@@ -8,15 +9,15 @@ import torch.nn.functional as F  # noqa: N812 - everybody's name for it
 from tllm_core.engines.tp.attention import AttentionBackend
 from tllm_core.engines.tp.config import ModelConfig
 from tllm_core.engines.tp.linear import Linear, arithmetic_dtype
-from tllm_core.engines.tp.norm import RmsNorm
-from tllm_core.engines.tp.rope import rope_table, rotate, rotation
+from tllm_core.engines.tp.ops import Norm, Ops, Rotation
+from tllm_core.engines.tp.rope import rope_table
 from tllm_core.engines.tp.weights import Checkpoint
 
 
 class Layer:
     """One decoder layer: attention and a gated MLP, each added to the residual stream."""
 
-    __slots__ = ("_config", "attention_norm", "down", "gate_up", "index", "mlp_norm", "out", "qkv")
+    __slots__ = ("_config", "_ops", "attention_norm", "down", "gate_up", "index", "mlp_norm", "out", "qkv")
 
     def __init__(self, loader: "_Loader", index: int) -> None:
         config = loader.config
@@ -24,7 +25,7 @@ class Layer:
         q, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
         hidden, inner = config.hidden_size, config.intermediate_size
         attention, mlp = prefix + "self_attn.", prefix + "mlp."
-        self._config = config
+        self._config, self._ops = config, loader.ops
         self.index = index
         self.attention_norm = loader.norm(prefix + "input_layernorm.weight")
         self.mlp_norm = loader.norm(prefix + "post_attention_layernorm.weight")
@@ -38,30 +39,33 @@ class Layer:
         self.gate_up = loader.linear([mlp + "gate_proj", mlp + "up_proj"], [inner, inner], hidden, config.mlp_bias)
         self.down = loader.linear([mlp + "down_proj"], [hidden], inner, config.mlp_bias)
 
-    def parts(self) -> tuple[Linear | RmsNorm, ...]:
+    def parts(self) -> tuple[Linear | Norm, ...]:
         """All that holds weights."""
         return (self.attention_norm, self.mlp_norm, self.qkv, self.out, self.gate_up, self.down)
 
     def __call__(
         self,
+        normed: torch.Tensor,
         x: torch.Tensor,
-        rotation: tuple[torch.Tensor, torch.Tensor],
+        rotation: Rotation,
         attention: AttentionBackend,
+        next_norm: Norm,
         rows: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """[tokens, hidden] -> the same, or only `rows` of it: keys and values are stored for all tokens either way."""
-        config = self._config
-        qkv = self.qkv(self.attention_norm(x))
-        heads = qkv.view(x.shape[0], config.num_heads + 2 * config.num_kv_heads, config.head_dim)
-        rotated = rotate(heads[:, : -config.num_kv_heads], *rotation)
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """normed: x [tokens, hidden] after this layer's norm; the same of what comes out, after the next layer's.
+
+        Or only `rows` of it: keys and values are stored for all tokens either way.
+        """
+        config, ops = self._config, self._ops
+        heads = self.qkv(normed).view(x.shape[0], config.num_heads + 2 * config.num_kv_heads, config.head_dim)
+        rotated = ops.rotate(heads[:, : -config.num_kv_heads], rotation)
         k, v = rotated[:, config.num_heads :], heads[:, -config.num_kv_heads :]
         attention.write_kv(self.index, k, v)
         mixed = attention.run(self.index, rotated[:, : config.num_heads])
         if rows is not None:
             x, mixed = x.index_select(0, rows), mixed.index_select(0, rows)
-        x = self.out.add_to(x, mixed)
-        gate, up = self.gate_up(self.mlp_norm(x)).chunk(2, dim=-1)
-        return self.down.add_to(x, F.silu(gate).mul_(up))
+        normed, x = self.mlp_norm.after(self.out, mixed, x)
+        return next_norm.after(self.down, ops.silu_and_mul(self.gate_up(normed)), x)
 
 
 class Llama:
@@ -71,6 +75,7 @@ class Llama:
         self,
         config: ModelConfig,
         checkpoint: Checkpoint,
+        ops: Ops,
         *,
         dtype: torch.dtype,
         device: torch.device,
@@ -81,8 +86,8 @@ class Llama:
 
         `progress` is given the share that is loaded. Raises ModelError as Checkpoint does.
         """
-        loader = _Loader(config, checkpoint, dtype, device)
-        self.config = config
+        loader = _Loader(config, checkpoint, ops, dtype, device)
+        self.config, self._ops = config, ops
         self.dtype = loader.arithmetic
         self.embedding = loader.embedding()
         self.layers: list[Layer] = []
@@ -114,25 +119,28 @@ class Llama:
         token_ids, positions: int32 [tokens]. `attention` was planned for this batch.
         """
         x = F.embedding(token_ids, self.embedding).to(self.dtype)
-        turn = rotation(self.rope, positions, self.dtype)
-        for layer in self.layers[:-1]:
-            x = layer(x, turn, attention)
-        x = self.layers[-1](x, turn, attention, logits_rows)
-        return self.head(self.norm(x)).float()
+        rotation = self._ops.rotation(self.rope, positions, self.dtype)
+        normed = self.layers[0].attention_norm(x)
+        for layer, after in pairwise(self.layers):
+            normed, x = layer(normed, x, rotation, attention, after.attention_norm)
+        normed, _ = self.layers[-1](normed, x, rotation, attention, self.norm, logits_rows)
+        return self.head(normed).float()
 
 
 class _Loader:
     """Names, shapes and types of the weights, in one place."""
 
-    def __init__(self, config: ModelConfig, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> None:
-        self.config = config
+    def __init__(
+        self, config: ModelConfig, checkpoint: Checkpoint, ops: Ops, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self.config, self.ops = config, ops
         self.arithmetic = arithmetic_dtype(dtype, device)
         self._checkpoint, self._dtype, self._device = checkpoint, dtype, device
 
-    def norm(self, name: str) -> RmsNorm:
+    def norm(self, name: str) -> Norm:
         shapes = [[self.config.hidden_size]]
         weight = self._checkpoint.stacked([name], shapes, self._dtype, self.arithmetic).clone().to(self._device)
-        return RmsNorm(weight, self.config.rms_norm_eps)
+        return self.ops.norm(weight, self.config.rms_norm_eps)
 
     def linear(self, names: list[str], rows: list[int], columns: int, bias: bool) -> Linear:
         """One product for weights of equal input, stacked in the order of `names`."""

@@ -3,8 +3,10 @@
 import torch
 import torch.nn.functional as F  # noqa: N812 - everybody's name for it
 
+from tllm_core.engines.tp.ops import Norm, Product
 
-class RmsNorm:
+
+class RmsNorm(Norm):
     """`x / sqrt(mean(x^2) + eps) * weight` for each row of x [rows, size]; weight [size].
 
     In float32 on a CPU it goes over the row's norm: torch's own composite of a square and a mean was measured at 2.4 ms for
@@ -28,3 +30,12 @@ class RmsNorm:
             return F.rms_norm(x, self._weight.shape, self._weight, self._eps)
         squares: torch.Tensor = torch.linalg.vector_norm(x, dim=-1, keepdim=True).square_()
         return (x * squares.add_(x.shape[-1] * self._eps).rsqrt_()).mul_(self._scaled)
+
+    def add(self, x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        total = residual + x
+        return self(total), total
+
+    def after(self, product: Product, x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        # The product adds in its own kernel where it can.
+        total = product.add_to(residual, x)
+        return self(total), total

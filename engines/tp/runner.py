@@ -14,6 +14,7 @@ from tllm_core.engines.tp.batch import ScheduledBatch
 from tllm_core.engines.tp.config import ModelConfig, read_config
 from tllm_core.engines.tp.memory import available_bytes
 from tllm_core.engines.tp.model import Llama
+from tllm_core.engines.tp.ops.torch import TorchOps
 from tllm_core.engines.tp.prepare import resolve
 from tllm_core.engines.tp.spec import TpSettings
 from tllm_core.engines.tp.weights import Checkpoint
@@ -62,6 +63,7 @@ class Runner:
             return Llama(
                 self.config,
                 checkpoint,
+                TorchOps(),
                 dtype=self._dtype(),
                 device=device,
                 max_positions=self.max_seq_len,
