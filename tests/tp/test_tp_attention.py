@@ -1,6 +1,7 @@
 """The index tensors of a batch, and attention over pages against attention over what was never paged."""
 
 from array import array
+from collections.abc import Sequence
 
 import pytest
 import torch
@@ -88,12 +89,16 @@ def test_a_table_may_be_longer_than_its_sequence() -> None:
     assert AttentionMetadata.of(batch, 4).kv_indices.tolist() == [5]
 
 
-@settings(max_examples=60, deadline=None)
-@given(case=batches(), seed=st.integers(0, 1000))
-def test_paged_attention_equals_attention_over_each_sequence_alone(case: tuple[ScheduledBatch, int], seed: int) -> None:
+@settings(max_examples=120, deadline=None)
+@given(
+    case=batches(), window=st.none() | st.integers(1, 90), scale=st.sampled_from([None, 0.7]), seed=st.integers(0, 9)
+)
+def test_paged_attention_equals_attention_over_each_sequence_alone(
+    case: tuple[ScheduledBatch, int], window: int | None, scale: float | None, seed: int
+) -> None:
     batch, block_size = case
     torch.manual_seed(seed)
-    attention = _backend(batch, block_size)
+    attention = _backend(batch, block_size, windows=[window], scale=scale)
     metadata = AttentionMetadata.of(batch, block_size)
     lengths = metadata.seq_lens.tolist()
     keys, values = ([torch.randn(length, KV_HEADS, HEAD_DIM) for length in lengths] for _ in range(2))
@@ -108,7 +113,7 @@ def test_paged_attention_equals_attention_over_each_sequence_alone(case: tuple[S
     )
     out = attention.run(0, q)
     queries = q.split(batch.query_lens)
-    expected = torch.cat([_attend(*parts) for parts in zip(queries, keys, values, strict=True)])
+    expected = torch.cat([_attend(*parts, window, scale) for parts in zip(queries, keys, values, strict=True)])
     torch.testing.assert_close(out, expected, atol=1e-5, rtol=1e-5)
 
 
@@ -149,9 +154,31 @@ def test_what_another_sequence_left_in_a_page_is_not_seen() -> None:
     torch.testing.assert_close(out.view(HEADS, HEAD_DIM), v[0].repeat_interleave(HEADS // KV_HEADS, 0))
 
 
-def _backend(batch: ScheduledBatch, block_size: int) -> TorchAttention:
+def test_a_page_that_the_window_has_left_is_not_read() -> None:
+    """What is there may be anything: a NaN in it would reach the result even at a weight of zero."""
+    batch = ScheduledBatch(
+        token_ids=array("i", [1, 1, 2]),
+        query_lens=[1, 2],
+        context_lens=[9, 9],
+        block_tables=[[0, 1, 2], [3, 4, 5]],
+        logits_rows=[0],
+    )
+    attention = _backend(batch, 4, windows=[4, None])
+    attention.cache[:, :, [0, 3]] = float("nan")
+    attention.plan(AttentionMetadata.of(batch, 4))
+    for layer, finite in ((0, True), (1, False)):
+        k, v = torch.randn(2, 3, KV_HEADS, HEAD_DIM)
+        attention.write_kv(layer, k, v)
+        assert bool(attention.run(layer, torch.randn(3, HEADS, HEAD_DIM)).isfinite().all()) is finite
+
+
+def _backend(
+    batch: ScheduledBatch, block_size: int, windows: Sequence[int | None] = (None,), scale: float | None = None
+) -> TorchAttention:
     return TorchAttention(
-        num_layers=1,
+        num_layers=len(windows),
+        windows=windows,
+        scale=scale,
         num_blocks=max((block for table in batch.block_tables for block in table), default=0) + 1,
         block_size=block_size,
         num_kv_heads=KV_HEADS,
@@ -175,11 +202,13 @@ def _store_contexts(
             attention.cache[0, 1, block, row] = values[i][position]
 
 
-def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: int | None, scale: float | None) -> torch.Tensor:
     """The definition, in plain matrix products."""
     group = HEADS // KV_HEADS
     k, v = (t.repeat_interleave(group, dim=1) for t in (k, v))
-    scores = torch.einsum("qhd,khd->hqk", q, k) * HEAD_DIM**-0.5
+    scores = torch.einsum("qhd,khd->hqk", q, k) * (scale or HEAD_DIM**-0.5)
     own = torch.arange(k.shape[0] - q.shape[0], k.shape[0]).unsqueeze(1)
-    scores = scores.masked_fill(torch.arange(k.shape[0]) > own, float("-inf"))
+    others = torch.arange(k.shape[0])
+    unseen = (others > own) | (others <= own - (window or k.shape[0]))
+    scores = scores.masked_fill(unseen, float("-inf"))
     return torch.einsum("hqk,khd->qhd", scores.softmax(-1), v).flatten(1)

@@ -27,4 +27,5 @@ class AttentionBackend(ABC):
 
     @abstractmethod
     def run(self, layer: int, q: torch.Tensor) -> torch.Tensor:
-        """Attention of q [tokens, heads, head_dim] over each token's own sequence; [tokens, heads * head_dim]."""
+        """Attention of q [tokens, heads, head_dim] over each token's own sequence, in a layer with a sliding window over the
+        last `window` tokens of it, itself included; [tokens, heads * head_dim]."""

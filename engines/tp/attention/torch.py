@@ -2,7 +2,7 @@
 
 Sequences that decode are computed together: their pages are gathered into a padded block, and the query heads that share a
 kv head are that head's query rows, so that nothing is expanded. Prompts are computed one by one, straight from this
-step's keys and values where they have no context yet.
+step's keys and values where they have no context yet. Layers with a sliding window read only the pages that it touches.
 """
 
 import math
@@ -26,7 +26,8 @@ _PIECE_ROWS = 64
 class _DecodeGroup:
     """Sequences of similar length. rows: [size] their tokens, None = all decoding tokens in order.
 
-    pages: [2 * size * pages] rows of the cache viewed as [2 * num_blocks, ...], keys' then values'.
+    pages: [2 * size * pages] rows of the cache viewed as [2 * num_blocks, ...], keys' then values'. longest: keys of each
+    that are computed with, from the first page on. mask: None where all of them count.
     """
 
     rows: torch.Tensor | None
@@ -38,20 +39,33 @@ class _DecodeGroup:
 
 @dataclass(frozen=True, slots=True)
 class _Chunk:
-    """A piece of a prompt: tokens start:end of the batch. pages: None where it has no context.
+    """A piece of a prompt: tokens start:end of the batch. pages: None where it has no context; they hold `num_keys` keys.
 
-    pieces: per `_PIECE_ROWS` tokens where they start and end in the batch, and their mask [rows, keys that they see].
+    pieces: per `_PIECE_ROWS` tokens where they start and end in the batch, the first key that any of them sees, and their
+    mask [rows, keys from that one on].
     """
 
     start: int
     end: int
-    seq_len: int
+    num_keys: int
     pages: torch.Tensor | None
-    pieces: list[tuple[int, int, torch.Tensor]]
+    pieces: list[tuple[int, int, int, torch.Tensor]]
+
+
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    """One step for all layers of the same window."""
+
+    groups: list[_DecodeGroup]
+    chunks: list[_Chunk]
 
 
 class TorchAttention(AttentionBackend):
-    """`cache`: [layers, 2, num_blocks, block_size, kv_heads, head_dim], keys at 0 and values at 1 of the second axis."""
+    """`cache`: [layers, 2, num_blocks, block_size, kv_heads, head_dim], keys at 0 and values at 1 of the second axis.
+
+    scale: of scores, None = 1 / sqrt(head_dim). windows: per layer how many tokens each token sees, itself included,
+    None = all; () = all in every layer. Blocks that a window has left stay in the cache.
+    """
 
     def __init__(
         self,
@@ -63,6 +77,8 @@ class TorchAttention(AttentionBackend):
         head_dim: int,
         dtype: torch.dtype,
         device: torch.device,
+        scale: float | None = None,
+        windows: Sequence[int | None] = (),
     ) -> None:
         # Zeros, not empty: rows that were never written are multiplied by a weight of zero, and NaN * 0 is NaN.
         self.cache = _zeros((num_layers, 2, num_blocks, block_size, num_kv_heads, head_dim), dtype, device)
@@ -71,8 +87,9 @@ class TorchAttention(AttentionBackend):
         self._buffer = torch.empty(0, dtype=dtype, device=device)
         self._new_kv: tuple[torch.Tensor, torch.Tensor] | None = None
         self._slots = torch.empty(0, dtype=torch.int64, device=device)
-        self._groups: list[_DecodeGroup] = []
-        self._chunks: list[_Chunk] = []
+        self._scale = scale
+        self._windows = tuple(windows) or (None,) * num_layers
+        self._plans: dict[int | None, _Plan] = {}
         self._num_decodes = 0
 
     def clear(self, blocks: Sequence[int]) -> None:
@@ -81,10 +98,13 @@ class TorchAttention(AttentionBackend):
     def plan(self, metadata: AttentionMetadata) -> None:
         self._slots = metadata.slot_mapping.to(self.cache.device, torch.int64)
         self._num_decodes = metadata.num_decodes
-        page_counts = metadata.kv_indptr.diff().tolist()
-        groups = group_by_length(page_counts[: metadata.num_decodes])
-        self._groups = [self._plan_group(metadata, group, len(groups) == 1) for group in groups]
-        self._chunks = [self._plan_chunk(metadata, i) for i in range(metadata.num_decodes, metadata.num_sequences)]
+        longest = int(metadata.seq_lens.max())
+        whole = self._plan_window(metadata, None)
+        # Most sequences are shorter than their model's window.
+        self._plans = {
+            window: whole if window is None or longest <= window else self._plan_window(metadata, window)
+            for window in set(self._windows)
+        }
 
     def write_kv(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> None:
         keys, values = self._rows[layer]
@@ -94,32 +114,53 @@ class TorchAttention(AttentionBackend):
 
     def run(self, layer: int, q: torch.Tensor) -> torch.Tensor:
         tokens, heads, head_dim = q.shape
-        if not self._chunks and len(self._groups) == 1:
-            return self._decode(layer, q, self._groups[0])
+        plan = self._plans[self._windows[layer]]
+        if not plan.chunks and len(plan.groups) == 1:
+            return self._decode(layer, q, plan.groups[0])
         out = q.new_empty(tokens, heads * head_dim)
-        for group in self._groups:
+        for group in plan.groups:
             if group.rows is None:
                 out[: self._num_decodes] = self._decode(layer, q[: self._num_decodes], group)
             else:
                 out.index_copy_(0, group.rows, self._decode(layer, q.index_select(0, group.rows), group))
-        for chunk in self._chunks:
+        for chunk in plan.chunks:
             self._prefill(layer, q, chunk, out.view(tokens, heads, head_dim))
         return out
 
-    # ------------------------------------------------------------------------------------------------ decode
+    # -------------------------------------------------------------------------------------------------- plan
 
-    def _plan_group(self, metadata: AttentionMetadata, group: list[int], whole: bool) -> _DecodeGroup:
+    def _plan_window(self, metadata: AttentionMetadata, window: int | None) -> _Plan:
+        """`window` None = every token sees all before it."""
+        decodes = metadata.num_decodes
+        seq_lens = metadata.seq_lens[:decodes]
+        begins = torch.zeros_like(seq_lens) if window is None else (seq_lens - window).clamp_(min=0)
+        page_counts = metadata.kv_indptr[: decodes + 1].diff() - begins // metadata.block_size
+        groups = group_by_length(page_counts.tolist())
+        return _Plan(
+            [self._plan_group(metadata, group, begins, len(groups) == 1) for group in groups],
+            [self._plan_chunk(metadata, i, window) for i in range(decodes, metadata.num_sequences)],
+        )
+
+    def _plan_group(
+        self, metadata: AttentionMetadata, group: list[int], begins: torch.Tensor, whole: bool
+    ) -> _DecodeGroup:
+        """`begins`: [decodes] the first position that each sequence's token sees."""
         members = torch.tensor(group)
-        starts, lengths = metadata.kv_indptr[members], metadata.seq_lens[members]
+        block_size = metadata.block_size
+        skipped = begins[members] // block_size
+        starts = metadata.kv_indptr[members] + skipped
+        firsts = begins[members] - skipped * block_size
+        lengths = metadata.seq_lens[members] - skipped * block_size
         counts = metadata.kv_indptr[members + 1] - starts
         # A short sequence is padded with its own last page, so that it never reads what others wrote there.
         columns = torch.arange(int(counts.max())).expand(len(group), -1).minimum(counts.unsqueeze(1) - 1)
         pages = metadata.kv_indices[starts.unsqueeze(1) + columns].flatten()
         longest = int(lengths.max())
         mask = None
-        if int(lengths.min()) != longest:
-            beyond = torch.arange(longest) >= lengths.unsqueeze(1)
-            mask = torch.zeros(beyond.shape, dtype=self.cache.dtype).masked_fill_(beyond, float("-inf"))
+        if int(lengths.min()) != longest or int(firsts.max()):
+            places = torch.arange(longest)
+            unseen = (places < firsts.unsqueeze(1)) | (places >= lengths.unsqueeze(1))
+            mask = torch.zeros(unseen.shape, dtype=self.cache.dtype).masked_fill_(unseen, float("-inf"))
             mask = mask.view(len(group), 1, 1, longest).to(self.cache.device)
         return _DecodeGroup(
             rows=None if whole else members.to(self.cache.device),
@@ -129,41 +170,50 @@ class TorchAttention(AttentionBackend):
             mask=mask,
         )
 
+    def _plan_chunk(self, metadata: AttentionMetadata, i: int, window: int | None) -> _Chunk:
+        start, end = metadata.qo_indptr[i : i + 2].tolist()
+        seq_len = int(metadata.seq_lens[i])
+        context, pages, base = seq_len - (end - start), None, 0
+        if context:
+            skipped = 0 if window is None else max(0, context + 1 - window) // metadata.block_size
+            first, last = metadata.kv_indptr[i : i + 2].tolist()
+            pages, base = self._both(metadata.kv_indices[first + skipped : last]), skipped * metadata.block_size
+        pieces = []
+        for top in range(start, end, _PIECE_ROWS):
+            bottom = min(top + _PIECE_ROWS, end)
+            low = base if window is None else max(base, context + (top - start) + 1 - window)
+            own = metadata.positions[top:bottom].unsqueeze(1)
+            keys = torch.arange(low, context + (bottom - start))
+            unseen = keys > own if window is None else (keys > own) | (keys <= own - window)
+            mask = torch.zeros(unseen.shape, dtype=self.cache.dtype).masked_fill_(unseen, float("-inf"))
+            pieces.append((top, bottom, low - base, mask.to(self.cache.device)))
+        return _Chunk(start, end, seq_len - base, pages, pieces)
+
+    # --------------------------------------------------------------------------------------------------- run
+
     def _decode(self, layer: int, q: torch.Tensor, group: _DecodeGroup) -> torch.Tensor:
         k, v = self._gather(layer, group.pages, group.size, group.longest)
         kv_heads, head_dim = k.shape[1], k.shape[3]
         grouped = q.view(group.size, kv_heads, -1, head_dim)
-        return F.scaled_dot_product_attention(grouped, k, v, attn_mask=group.mask).reshape(group.size, -1)
-
-    # ----------------------------------------------------------------------------------------------- prefill
-
-    def _plan_chunk(self, metadata: AttentionMetadata, i: int) -> _Chunk:
-        start, end = metadata.qo_indptr[i : i + 2].tolist()
-        seq_len = int(metadata.seq_lens[i])
-        pages = None
-        if seq_len > end - start:
-            first, last = metadata.kv_indptr[i : i + 2].tolist()
-            pages = self._both(metadata.kv_indices[first:last])
-        pieces = []
-        for top in range(start, end, _PIECE_ROWS):
-            bottom = min(top + _PIECE_ROWS, end)
-            own = metadata.positions[top:bottom].unsqueeze(1)
-            unseen = torch.arange(seq_len - end + bottom) > own
-            mask = torch.zeros(unseen.shape, dtype=self.cache.dtype).masked_fill_(unseen, float("-inf"))
-            pieces.append((top, bottom, mask.to(self.cache.device)))
-        return _Chunk(start, end, seq_len, pages, pieces)
+        mixed = F.scaled_dot_product_attention(grouped, k, v, attn_mask=group.mask, scale=self._scale)
+        return mixed.reshape(group.size, -1)
 
     def _prefill(self, layer: int, q: torch.Tensor, chunk: _Chunk, out: torch.Tensor) -> None:
         if chunk.pages is None:
             assert self._new_kv is not None
             k, v = (new[chunk.start : chunk.end].transpose(0, 1).unsqueeze(0) for new in self._new_kv)
         else:
-            k, v = self._gather(layer, chunk.pages, 1, chunk.seq_len)
+            k, v = self._gather(layer, chunk.pages, 1, chunk.num_keys)
         queries, into = q.transpose(0, 1).unsqueeze(0), out.transpose(0, 1).unsqueeze(0)
-        for top, bottom, mask in chunk.pieces:
-            keys = mask.shape[1]
+        for top, bottom, low, mask in chunk.pieces:
+            seen = slice(low, low + mask.shape[1])
             into[:, :, top:bottom] = F.scaled_dot_product_attention(
-                queries[:, :, top:bottom], k[:, :, :keys], v[:, :, :keys], attn_mask=mask, enable_gqa=True
+                queries[:, :, top:bottom],
+                k[:, :, seen],
+                v[:, :, seen],
+                attn_mask=mask,
+                scale=self._scale,
+                enable_gqa=True,
             )
 
     # ------------------------------------------------------------------------------------------------- pages
