@@ -195,7 +195,12 @@ class Frontend:
         """A path that is down for long is this side's loss and says nothing about the engine."""
         down_s = self._path.lost_for_s(time.monotonic(), self.link.path()[1])
         if down_s is not None:
-            self.post(BrokerLost(f"there has been no path to the engine for {down_s:.1f} s (broker_down_after_s)"))
+            words = f"there has been no path to the engine for {down_s:.1f} s (broker_down_after_s)"
+            self.post(BrokerLost(words + self._why_down()))
+
+    def _why_down(self) -> str:
+        state = self.link.path()[0]
+        return "" if state.up else f": {state.reason}"
 
     def _do_chores(self) -> None:
         for client_id in self.ledger.take_dropped():
@@ -300,7 +305,7 @@ class Frontend:
         if verdict is None:
             return
         lost = verdict.kind == "broker_down"
-        self.post(BrokerLost(verdict.message) if lost else EngineDeadError(verdict.cause()))
+        self.post(BrokerLost(verdict.message + self._why_down()) if lost else EngineDeadError(verdict.cause()))
 
     # ---------------------------------------------------------------------------------------------------- the end
 

@@ -17,6 +17,8 @@ from redis.connection import ConnectionPool, parse_url
 from redis.exceptions import (
     AuthenticationError,
     NoPermissionError,
+    OutOfMemoryError,
+    ReadOnlyError,
     RedisError,
     ResponseError,
 )
@@ -30,6 +32,8 @@ Command: TypeAlias = Sequence[Any]
 FOREVER = float("inf")
 LOST = (RedisError, OSError)
 """What a connection that is of no more use raises."""
+STRIPPED = {OutOfMemoryError: "OOM ", ReadOnlyError: "READONLY ", NoPermissionError: "NOPERM "}
+"""Words of the server that people look for, and that redis-py leaves out of its errors."""
 
 
 class Connection:
@@ -129,6 +133,12 @@ class Dialer:
 def in_words(error: BaseException) -> str:
     """An error in one line."""
     return " ".join(str(error).split())[:300] or type(error).__name__
+
+
+def refused_in_words(error: BaseException) -> str:
+    """The same for a command that a server refused which is there and answers."""
+    code = next((code for kind, code in STRIPPED.items() if isinstance(error, kind)), "")
+    return f"the redis server refuses what it is asked: {code}{in_words(error)}"
 
 
 def public_url(url: str, db: int | None = None) -> str:

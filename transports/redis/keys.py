@@ -4,6 +4,7 @@ PREFIX:ENGINE:name                         who holds the name
 PREFIX:ENGINE:GENERATION:hello             stream: frontends announce themselves; there for as long as the engine is
 PREFIX:ENGINE:GENERATION:up:PEER           stream: frames of one frontend; there for as long as the frontend is
 PREFIX:ENGINE:GENERATION:down:PEER         stream: frames to one frontend
+PREFIX:ENGINE:GENERATION:nowhere           never there: what is written to it shows whether the server writes
 """
 
 from __future__ import annotations
@@ -53,6 +54,10 @@ class Keys(Struct, frozen=True):
     @property
     def hello(self) -> bytes:
         return self.root + b"hello"
+
+    @property
+    def nowhere(self) -> bytes:
+        return self.root + b"nowhere"
 
     def up(self, peer: PeerId) -> bytes:
         return self.root + b"up:" + peer.hex().encode()

@@ -38,6 +38,8 @@ class Path:
             was_missing = self._missing.pop(part, None) is not None
             if was_missing and not self._missing:
                 self.state = PortState(True, since=time.monotonic())
+            elif was_missing:
+                self.state = PortState(False, next(iter(self._missing.values())), self.state.since)
         if was_missing:
             self._changed()
 

@@ -46,7 +46,13 @@ class _StreamPort(Port):
         self._closed_at: float | None = None
         self._closing = threading.Lock()
         self._writer = Writer(
-            settings, dialer.dial, self._path, greet=self._greet, beat=self._beat, farewell=self._farewell
+            settings,
+            dialer.dial,
+            self._path,
+            probe=("XADD", keys.nowhere, "NOMKSTREAM", "*", HERE, b""),
+            greet=self._greet,
+            beat=self._beat,
+            farewell=self._farewell,
         )
         self._reader = Reader(
             settings,

@@ -17,7 +17,7 @@ from redis.exceptions import OutOfMemoryError, ResponseError
 
 from tllm_core.contracts.interfaces import Frame
 from tllm_core.errors import FrameTooLarge, PortClosed, PortDown, PortFull
-from tllm_core.transports.redis.connection import LOST, Command, Connection, in_words
+from tllm_core.transports.redis.connection import LOST, Command, Connection, in_words, refused_in_words
 from tllm_core.transports.redis.entries import EntryIds, after
 from tllm_core.transports.redis.outgoing import BATCH_ENTRIES, Entry, Stream, due, measured
 from tllm_core.transports.redis.path import WRITE, Path
@@ -27,6 +27,8 @@ PROOF_S = 0.2
 """How old the last answer may be before another is asked for."""
 RETRY_S = 0.01
 """How soon a server without room, or a reader that is behind, is asked again."""
+FULL_S = 0.5
+"""How long a server may be without memory before that is more than back-pressure."""
 TRIM_EVERY = 64
 """Entries that were read, at most, before they are removed; or PROOF_S."""
 JOIN_S = 1.0
@@ -36,6 +38,7 @@ FAR = float("inf")
 class Writer:
     """One thread and one connection. `put`, `trim` and `later` may be called from any thread.
 
+    probe: a command that changes nothing, and that a server which refuses to write refuses: a PING it would answer.
     greet: after each connect, with the connection. beat: the same now and then. Both return in how many seconds `beat` is to
     be called. farewell: the same before the end.
     """
@@ -46,12 +49,13 @@ class Writer:
         dial: Callable[[], Connection],
         path: Path,
         *,
+        probe: Command,
         greet: Callable[[Connection], float],
         beat: Callable[[Connection], float],
         farewell: Callable[[Connection], None],
     ) -> None:
         self._settings, self._dial, self._path = settings, dial, path
-        self._greet, self._beat, self._farewell = greet, beat, farewell
+        self._probe, self._greet, self._beat, self._farewell = probe, greet, beat, farewell
         self.ids = EntryIds()
         self._changed = threading.Condition()
         self._ready: dict[bytes, Stream] = {}
@@ -62,6 +66,7 @@ class Writer:
         self._later: list[Command] = []
         self._flight: list[Entry] = []
         self._fit = BATCH_ENTRIES
+        self._full_since: float | None = None
         self._connection: Connection | None = None
         self._beat_at = self._again_at = self._poll_at = 0.0
         self._asked_at = self._doubted_at = 0.0
@@ -164,7 +169,7 @@ class Writer:
                 try:
                     self._round()
                 except LOST as error:
-                    self._lose(in_words(error))
+                    self._lose(refused_in_words(error) if isinstance(error, ResponseError) else in_words(error))
         finally:
             if self._connection is not None:
                 self._connection.close()
@@ -258,23 +263,27 @@ class Writer:
         return min(TRIM_EVERY, max(1, self._settings.queue_frames // 4))
 
     def _write(self, connection: Connection) -> None:
-        """One exchange with the server: the next entries, what was read, how far the readers are; or a PING."""
+        """One exchange with the server: the next entries, or whether it would take any; what was read; how far readers are."""
         asked, extra = self._take()
         entries = self._flight[: self._fit]
-        commands: list[Command] = []
-        if entries:
-            commands += [("MULTI",), *(entry.command() for entry in entries), ("EXEC",)]
+        commands: list[Command] = [("MULTI",), *(entry.command() for entry in entries), ("EXEC",)]
+        if not entries:
+            commands = [self._probe]
         count = len(commands)
         commands += [("PEXPIRE", stream.key, self._settings.ttl_ms) for stream in asked if not stream.made]
         first_length = len(commands)
         commands += [("XLEN", stream.key) for stream in asked]
-        replies = self._exchange(connection, [*commands, *extra] or [("PING",)])
+        sent_at = time.monotonic()
+        replies = connection.run([*commands, *extra])
+        is_written = self._is_accepted(replies[:count], sent_at)
         for stream, length in zip(asked, replies[first_length:], strict=False):
             if not isinstance(length, int):
                 raise length
             stream.length = length
-        if entries:
-            self._settle(connection, entries, replies[:count])
+        if entries and is_written:
+            self._settle(connection, entries, replies[count - 1])
+        elif entries:
+            self._fit = max(1, len(entries) // 2)  # the transaction itself takes memory too
         self._requeue(asked)
 
     def _take(self) -> tuple[list[Stream], list[Command]]:
@@ -309,26 +318,31 @@ class Writer:
             if self._flight:
                 self._again_at = again_at
 
-    def _exchange(self, connection: Connection, commands: Sequence[Command]) -> list[Any]:
-        sent_at = time.monotonic()
-        replies = connection.run(commands)
-        self._proven(sent_at)
-        if sent_at >= self._doubted_at:
-            self._path.back(WRITE)
-        return replies
+    def _is_accepted(self, replies: Sequence[Any], sent_at: float) -> bool:
+        """Whether the server writes. One that has no memory may have some soon, and the same is sent again: False, and
+        after FULL_S the path counts as down. Raises what else it refuses with."""
+        self._asked_at = sent_at
+        errors = [reply for reply in replies if isinstance(reply, Exception)]
+        if not errors:
+            self._full_since = None
+            self._proven(sent_at)
+            if sent_at >= self._doubted_at:
+                self._path.back(WRITE)
+            return True
+        if not any(map(_has_no_memory, errors)):
+            raise errors[0]
+        if self._full_since is None:
+            self._full_since = sent_at
+        elif sent_at - self._full_since > FULL_S:
+            self._path.lost(WRITE, refused_in_words(errors[0]))
+        return False
 
     def _proven(self, sent_at: float) -> None:
         self._asked_at = sent_at
         self._path.proven(WRITE, sent_at)
 
-    def _settle(self, connection: Connection, entries: list[Entry], replies: list[Any]) -> None:
+    def _settle(self, connection: Connection, entries: list[Entry], results: list[Any]) -> None:
         """What became of the entries of one transaction; what was not written stays in flight."""
-        results = replies[-1]
-        if not isinstance(results, list):
-            if any(_has_no_memory(reply) for reply in replies):
-                self._fit = max(1, len(entries) // 2)  # the transaction itself takes memory too
-                return
-            raise next(reply for reply in replies if isinstance(reply, Exception))
         self._fit = min(BATCH_ENTRIES, self._fit * 2)
         left = [
             entry
