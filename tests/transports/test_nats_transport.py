@@ -459,6 +459,43 @@ def test_a_wrong_password_is_an_error_at_once(guarded):
         assert "gue55ed" not in str(caught.value)
 
 
+def test_every_server_of_a_list_is_named_with_its_own_cause(guarded, server):
+    server.freeze()
+    urls = ["nats://127.0.0.1:1", server.url, guarded.url.replace("//", "//all:gue55ed@")]
+    transport = NatsTransport(NatsSettings(url=urls, connect_timeout_s=6))
+    for opening in (lambda: transport.listen("e", 1), lambda: transport.connect(address_of(guarded.url), new_peer())):
+        with pytest.raises(TransportError) as caught:
+            opening()
+        words = str(caught.value)
+        assert "nothing listens at nats://127.0.0.1:1;" in words
+        assert f"{server.url} did not answer within 1.6 s;" in words
+        assert f"{guarded.url} refuses this login" in words
+        assert "gue55ed" not in words
+
+
+def test_where_every_server_of_a_list_refuses_the_error_comes_at_once_and_names_them_all(guarded):
+    with nats_server(config=USERS) as other:
+        urls = [server.url.replace("//", "//all:gue55ed@") for server in (guarded, other)]
+        with pytest.raises(TransportError, match=f"{guarded.url} refuses this login.*; {other.url} refuses this login"):
+            NatsTransport(NatsSettings(url=urls, connect_timeout_s=60)).listen("e", 1)
+
+
+def test_a_server_that_refuses_does_not_keep_the_next_one_from_serving(guarded, shared, lane):
+    engine, peer, frontend = lane([guarded.url.replace("//", "//all:gue55ed@"), shared.url])
+    engine.send(peer, [b"x"])
+    assert received(frontend) == [[b"x"]]
+
+
+def test_a_list_of_servers_that_went_away_is_down_with_the_cause_of_each(server, lane):
+    with nats_server() as other:
+        engine, _, _ = lane([server.url, other.url])
+        server.kill()
+        until(lambda: engine.state.up and server.url not in engine.state.reason)
+        other.kill()
+        for url in (server.url, other.url):
+            until(lambda url=url: f"nothing listens at {url}" in engine.state.reason)
+
+
 @pytest.mark.parametrize("user", ["mute", "deaf", "nodown"])
 def test_a_login_that_may_not_use_the_subjects_is_an_error_at_once(guarded, opened, user):
     transport = NatsTransport(NatsSettings(url=guarded.url, user=user, password="s3cret", connect_timeout_s=60))

@@ -64,13 +64,16 @@ class Connection:
     """A connected client and how it ended. All methods belong to its event loop.
 
     `lost`: done once the connection is of no more use; its result says why. `dropped`: called when nats-py dropped a frame.
+    attempt_s: how long `open` may take.
     """
 
-    def __init__(self, settings: NatsSettings, url: str, prefix: str, dropped: Callable[[], None]) -> None:
+    def __init__(
+        self, settings: NatsSettings, url: str, prefix: str, dropped: Callable[[], None], attempt_s: float
+    ) -> None:
         self.url, login = split_login(url)
         self.client = Client()
         self.lost: asyncio.Future[Lost] = asyncio.get_running_loop().create_future()
-        self._settings, self._prefix, self._dropped = settings, prefix, dropped
+        self._settings, self._prefix, self._dropped, self._attempt_s = settings, prefix, dropped, attempt_s
         self._login = login or Login(settings.user, settings.password, settings.token)
         self._wants_tls = settings.wants_tls or url.startswith("tls://")
         self._inbox = f"{prefix}._INBOX"
@@ -82,7 +85,7 @@ class Connection:
     async def open(self) -> None:
         """Raises Lost; in any case `close` has to be called."""
         try:
-            async with asyncio.timeout(self._settings.connect_timeout_s):
+            async with asyncio.timeout(self._attempt_s):
                 await self.client.connect([self.url], **self._options())
         except ConfigError as error:
             raise Lost(str(error), hopeless=True) from None
@@ -139,7 +142,7 @@ class Connection:
             "allow_reconnect": False,
             "max_reconnect_attempts": 1,
             "reconnect_time_wait": 0,
-            "connect_timeout": settings.connect_timeout_s,
+            "connect_timeout": self._attempt_s,
             "pending_size": PENDING_BYTES,
             "inbox_prefix": self._inbox,
             "error_cb": self._on_error,
@@ -201,7 +204,7 @@ class Connection:
         if isinstance(error, nats.errors.StaleConnectionError | ConnectionResetError | BrokenPipeError):
             return Lost(f"the connection to {self.url} is lost")
         if isinstance(error, TimeoutError | asyncio.TimeoutError) and not isinstance(error, nats.errors.Error):
-            return Lost(f"{self.url} did not answer within {self._settings.connect_timeout_s:g} s")
+            return Lost(f"{self.url} did not answer within {self._attempt_s:.3g} s")
         return Lost(f"{self.url}: {words or type(error).__name__}")
 
 

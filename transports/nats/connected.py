@@ -38,6 +38,9 @@ DEFAULT_MAX_FRAME = (1 << 20) - HEADER_ROOM
 YIELD_EVERY = 64
 """Publishes in a row before the loop gets to write and read."""
 
+SHARED = 0.8
+"""Of the time that opening a port may take, what the attempts at several servers share: each gets its turn, and is told of."""
+
 _open_ports: weakref.WeakSet[ConnectedPort] = weakref.WeakSet()
 _inherited: list[ConnectedPort] = []
 
@@ -68,6 +71,8 @@ class ConnectedPort:
         self._connection: Connection | None = None
         self._opened = threading.Event()
         self._refused = ""
+        self._causes: dict[str, Lost] = {}
+        self._attempt_s = settings.connect_timeout_s * (1 if len(urls) == 1 else SHARED / len(urls))
         self._closed = False
         self._selector: selectors.BaseSelector = selectors.DefaultSelector()
         self._loop = asyncio.SelectorEventLoop(self._selector)
@@ -187,7 +192,7 @@ class ConnectedPort:
     async def _connect_for_ever(self) -> None:
         pause = self._settings.reconnect_s
         for url in itertools.cycle(self._urls):
-            connection = Connection(self._settings, url, self._subjects.prefix, self._inbox.dropped)
+            connection = Connection(self._settings, url, self._subjects.prefix, self._inbox.dropped, self._attempt_s)
             self._connection = connection
             try:
                 await self._use(connection)
@@ -196,14 +201,14 @@ class ConnectedPort:
                 if task is None or task.cancelling():
                     raise
                 # nats-py cancels what waits for it when it loses its connection; nobody asked this task to end.
-                self._went_down(Lost(f"{connection.url} was lost in the middle of something"))
+                self._went_down(url, Lost(f"{connection.url} was lost in the middle of something"))
             except Exception as error:  # whatever a client library comes up with, the port goes on
                 lost = connection.as_lost(error)
-                if not isinstance(error, (Lost, *DEAF)) and self._state.reason != str(lost):
+                if not isinstance(error, (Lost, *DEAF)) and str(self._causes.get(url)) != str(lost):
                     log.exception("nats: not expected of %s", connection.url)
                 if self._state.up:
                     pause = self._settings.reconnect_s
-                self._went_down(lost)
+                self._went_down(url, lost)
             finally:
                 await connection.close()
             await asyncio.sleep(pause)
@@ -302,10 +307,16 @@ class ConnectedPort:
             self._inbox.wake()
         self._opened.set()
 
-    def _went_down(self, lost: Lost) -> None:
-        before = self._say_down(str(lost))
-        if lost.hopeless and not self._opened.is_set():
-            self._refused = str(lost)
+    def _went_down(self, url: str, lost: Lost) -> None:
+        """Each server that was tried has its own cause; a later one may serve where an earlier one refuses."""
+        if self._state.up:
+            self._causes.clear()
+        self._causes[url] = lost
+        reason = "; ".join(dict.fromkeys(map(str, self._causes.values())))
+        before = self._say_down(reason)
+        is_hopeless = all(url in self._causes and self._causes[url].hopeless for url in self._urls)
+        if is_hopeless and not self._opened.is_set():
+            self._refused = reason
             self._opened.set()
         elif before.up:
             log.warning("nats: %s; reconnecting", lost)

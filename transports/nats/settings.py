@@ -26,8 +26,8 @@ class NatsSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     prefix: the first token(s) of every subject; a server's permissions need to allow PREFIX.> and nothing else.
     nkey_seed_file, credentials_file: logins by key; they need the package nkeys. tls_*: files in PEM format; TLS is insisted
     on where any of them is set or a url says tls://. tls_hostname: whom the certificate must name, if not the url's host.
-    connect_timeout_s: how long opening a port waits for the server, and each further attempt. reconnect_s,
-    reconnect_max_s: the pause after a failed attempt, doubled each time; attempts never end.
+    connect_timeout_s: how long opening a port waits for the server, and each further attempt; several servers share it.
+    reconnect_s, reconnect_max_s: the pause after a failed attempt, doubled each time; attempts never end.
     probe_s: how often the path to the server is proven. stale_after_s: a connection without any sign of life for so long
     is replaced. linger_s: how long `close` keeps sending what was taken.
     send_queue_frames, send_queue_bytes: taken and not yet handed to the connection; beyond it PortFull.
