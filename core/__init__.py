@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from tllm_core.errors import Expelled as Expelled
     from tllm_core.errors import FrameTooLarge as FrameTooLarge
     from tllm_core.errors import ModelError as ModelError
+    from tllm_core.errors import NotAdmitted as NotAdmitted
     from tllm_core.errors import Overloaded as Overloaded
     from tllm_core.errors import PluginError as PluginError
     from tllm_core.errors import Refused as Refused
@@ -49,6 +50,7 @@ _HOMES = {
         "Expelled",
         "FrameTooLarge",
         "ModelError",
+        "NotAdmitted",
         "Overloaded",
         "PluginError",
         "Refused",

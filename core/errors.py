@@ -6,6 +6,7 @@ TllmError
 │   └── ModelError             a model directory, file or name can't be used
 ├── RequestError               this request only; names the field; the engine and other requests are unharmed
 ├── Overloaded                 the backlog is full; submit again later
+│   └── NotAdmitted            a plugin has no room for the request now
 ├── ControlError               a control call failed, was refused or passed its deadline
 ├── ResultBusyError            a second consumer iterates over one result
 ├── ExecutorClosedError        the executor was shut down, or belongs to the parent of this forked process
@@ -56,6 +57,26 @@ class RequestError(TllmError):
 
 class Overloaded(TllmError):
     """The bounded backlog in front of the engine is full; nothing was submitted; the same call may succeed later."""
+
+    @property
+    def may_pass(self) -> bool:
+        """Whether it makes sense to wait until something of this executor ends or arrives, and submit again."""
+        return True
+
+
+class NotAdmitted(Overloaded):
+    """A plugin's admission has no room for the request; nothing was submitted. `in_flight`: requests of this executor then.
+
+    With none in flight there is nothing whose end could make room.
+    """
+
+    def __init__(self, reason: str, in_flight: int) -> None:
+        super().__init__(reason)
+        self.in_flight = in_flight
+
+    @property
+    def may_pass(self) -> bool:
+        return self.in_flight > 0
 
 
 class ControlError(TllmError):

@@ -216,7 +216,8 @@ class GenerationExecutor(ControlCalls):
     ) -> GenerationResult | list[GenerationResult]:
         """Submits all, as room appears, and waits in order. One prompt gives one result, a list gives a list, `[]` gives `[]`.
 
-        The first error is raised, and what is still running is then aborted. `options` are those of `generate_async`.
+        The first error is raised, Overloaded where nothing runs that could make room; what is still running is then aborted.
+        `options` are those of `generate_async`.
         """
         many = [prompts] if (one := is_one_prompt(prompts)) else many_prompts(prompts)
         results: list[GenerationResult] = []
@@ -234,7 +235,9 @@ class GenerationExecutor(ControlCalls):
         while True:
             try:
                 return self.generate_async(prompt, params, streaming=False, **options)
-            except Overloaded:
+            except Overloaded as error:
+                if not error.may_pass:
+                    raise
                 self.wait_for_room()
 
     def wait_for_room(self) -> None:

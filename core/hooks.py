@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import pluggy
 
 from tllm_core.contracts.messages import EngineInfo, GenerationRequest, StepBatch
-from tllm_core.errors import Overloaded, PluginError, TllmError
+from tllm_core.errors import NotAdmitted, Overloaded, PluginError, TllmError
 from tllm_core.registry import Registry
 from tllm_core.registry.words import cause
 
@@ -115,17 +115,24 @@ class Hooks:
     def request(self, request: GenerationRequest, info: EngineInfo, in_flight: int) -> GenerationRequest:
         """The request as it is submitted.
 
-        Raises Overloaded where a plugin does not admit it, what a plugin refuses it with, and PluginError for one that fails.
+        Raises NotAdmitted where a plugin has no room for it, what a plugin refuses it with, and PluginError for one that fails.
         """
         for admit in self._admits:
-            if (reason := admit.ask(request=request, in_flight=in_flight)) is not None:
-                raise Overloaded(reason) if isinstance(reason, str) else admit.wrong(reason, "a reason or None")
+            self._ask(admit, request, in_flight)
         for filter_request in self._request_filters:
             if (other := filter_request.ask(request=request, info=info)) is not None:
                 if not isinstance(other, GenerationRequest):
                     raise filter_request.wrong(other, "a GenerationRequest or None")
                 return other
         return request
+
+    def _ask(self, admit: Implementation, request: GenerationRequest, in_flight: int) -> None:
+        try:
+            reason = admit.ask(request=request, in_flight=in_flight)
+        except Overloaded as error:  # as good a way to say it
+            raise NotAdmitted(str(error), in_flight) from error
+        if reason is not None:
+            raise NotAdmitted(reason, in_flight) if isinstance(reason, str) else admit.wrong(reason, "a reason or None")
 
     def result_filters(self, request: GenerationRequest) -> list[Callable[[Any], None]]:
         """What is to see each update of the request's result. Raises as `request` does."""

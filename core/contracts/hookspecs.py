@@ -35,7 +35,11 @@ def tllm_executor_started(executor: GenerationExecutor) -> None:
 
 @hookspec(firstresult=True)
 def tllm_admit(request: GenerationRequest, in_flight: int) -> str | None:
-    """Return a reason to refuse the request with Overloaded, or None. Stops at the first reason."""
+    """Return why there is no room for the request now, or None. Stops at the first reason, which the caller gets as Overloaded.
+
+    in_flight: requests of this executor. `generate` waits for one of them to end and asks again, and gives up where there is
+    none. Raise RequestError to refuse a request for good, whatever room there is.
+    """
 
 
 @hookspec(firstresult=True)

@@ -225,7 +225,9 @@ class LLM:
         while True:
             try:
                 return self._submit(prompt, ids, params, False, options)
-            except Overloaded:
+            except Overloaded as error:
+                if not error.may_pass:
+                    raise
                 self._wait_for_room(crowd)
 
     def _wait_for_room(self, crowd: Crowd) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tllm_core import GenerationExecutor, Overloaded, RequestError, SamplingParams
+from tllm_core import GenerationExecutor, NotAdmitted, Overloaded, RequestError, SamplingParams
 from tllm_core.engines.echo import expected_tokens
 from tllm_core.errors import PluginError
 from tllm_core.hooks import Observers
@@ -146,6 +146,47 @@ def test_who_decides_and_fails_refuses_the_request_by_name_and_no_other(
         answer(executor)
     executor.shutdown()
     assert seen("watcher")[-1] == "stopped"
+
+
+ADMISSION = (
+    HEAD
+    + """
+from tllm_core.errors import Overloaded
+@hookimpl
+def tllm_admit(request, in_flight):
+    seen.append(in_flight)
+"""
+)
+
+
+@pytest.mark.parametrize("refusal", ["return 'never'", "raise Overloaded('never')"])
+def test_generate_gives_up_where_room_is_refused_and_nothing_runs_that_could_make_some(
+    enable: Enable, refusal: str
+) -> None:
+    executor = enable(closed=f"{ADMISSION}    {refusal}\n")
+    for prompts in ([1, 2, 3], [[1, 2, 3], [4, 5]]):
+        with pytest.raises(NotAdmitted, match=r"^never$"):
+            executor.generate(prompts, SamplingParams(max_tokens=4))
+    assert seen("closed") == [0, 0]
+
+
+def test_generate_waits_for_room_that_own_requests_make_and_gives_up_once_none_is_left(enable: Enable) -> None:
+    """Two at a time; a prompt that begins with 9 finds room never."""
+    rule = "    return 'full' if in_flight >= 2 or request.prompt_token_ids[0] == 9 else None\n"
+    executor = enable(narrow=ADMISSION + rule)
+    many = [[number, 2] for number in range(1, 9)]
+    for prompt, result in zip(many, executor.generate(many, SamplingParams(max_tokens=50)), strict=True):
+        assert list(result.outputs[0].token_ids) == list(expected_tokens(prompt, 50))
+    assert max(seen("narrow")) == 2
+    with pytest.raises(NotAdmitted, match="full"):
+        executor.generate([*many[:2], [9, 9]], SamplingParams(max_tokens=50))
+    assert seen("narrow")[-1] == 0
+
+
+def test_a_refusal_that_is_not_about_room_is_raised_by_generate_whatever_runs(enable: Enable) -> None:
+    executor = enable(strict=ADMISSION + "    if request.prompt_token_ids[0] == 9: raise RequestError('not you')\n")
+    with executor.generate_async([1, 2], SamplingParams(max_tokens=4000)), pytest.raises(RequestError, match="not you"):
+        executor.generate([[3, 4], [9, 9]], SamplingParams(max_tokens=4))
 
 
 def test_a_result_filter_that_raises_is_dropped_and_the_result_goes_on(enable: Enable) -> None:
