@@ -44,6 +44,7 @@ lint: $(VENV)/.test typing
 	$(BIN)/python tools/module_list.py --check
 	$(BIN)/python tools/capabilities.py --check
 	$(BIN)/mypy
+	for source in examples/*/src; do MYPYPATH=$$source $(BIN)/mypy $$source || exit 1; done
 	$(LINKED) $(BIN)/lint-imports
 
 # The folders under their import names, as type checkers and import-linter need them.

@@ -1,10 +1,6 @@
 """What is built is what is there, and it works where nothing but it is installed."""
 
 import json
-import os
-import shutil
-import subprocess
-import sys
 import tomllib
 import venv
 import zipfile
@@ -12,35 +8,11 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests.packaging.building import ROOT, run
+
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 FOLDERS: dict[str, str] = PYPROJECT["tool"]["setuptools"]["package-dir"]
 SHIPPED = (".py", ".typed", ".json", ".lua")
-
-
-def run(*command: str | Path, cwd: Path, timeout: float = 300) -> str:
-    environ = {key: value for key, value in os.environ.items() if not key.startswith(("PYTHON", "TLLM_"))}
-    done = subprocess.run(
-        [str(part) for part in command],
-        cwd=cwd,
-        env=environ,
-        capture_output=True,
-        text=True,
-        timeout=timeout,
-        check=False,
-    )
-    assert done.returncode == 0, f"{command} ended with {done.returncode}\n{done.stdout}\n{done.stderr}"
-    return done.stdout
-
-
-@pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Built from the sdist, as a release is, in a copy: a build leaves files behind in its tree."""
-    tree, built = tmp_path_factory.mktemp("source") / "tree", tmp_path_factory.mktemp("dist")
-    ignored = shutil.ignore_patterns(".*", "__pycache__", "*.egg-info", "build", "dist")
-    shutil.copytree(ROOT, tree, ignore=ignored, symlinks=True)
-    run(sys.executable, "-m", "build", "--outdir", built, tree, cwd=built)
-    return next(built.glob("*.whl"))
 
 
 def test_the_wheel_holds_exactly_the_tree(wheel: Path) -> None:

@@ -24,10 +24,10 @@ from tllm_core import GenerationExecutor, SamplingParams
 from tllm_core.config.shown import masked
 from tllm_core.conformance import nats_server
 from tllm_core.contracts.interfaces import EngineAddress
+from tllm_core.contracts.packing import table_bytes
 from tllm_core.engines.echo import expected_tokens
 from tllm_core.errors import ConfigError, FrameTooLarge, PortClosed, PortDown, PortFull, TransportError
 from tllm_core.transports.nats import NatsSettings, NatsTransport
-from tllm_core.wire.packing import table_bytes
 
 PATIENCE_S = 20.0
 numbers = itertools.count()

@@ -21,12 +21,12 @@ from collections.abc import Sequence
 from typing import Any
 
 from tllm_core.contracts.interfaces import Frame, PortState
+from tllm_core.contracts.packing import measure, pack, table_bytes, unpack
 from tllm_core.errors import FrameTooLarge, PortClosed, PortDown, PortFull, TransportError
 from tllm_core.transports.nats.client import DEAF, Connection, Lost, end, within
 from tllm_core.transports.nats.inbox import Inbox
 from tllm_core.transports.nats.settings import NatsSettings, shown_urls
 from tllm_core.transports.nats.subjects import Subjects
-from tllm_core.wire.packing import measure, pack, table_bytes, unpack
 
 log = logging.getLogger("tllm_core.transports.nats")
 

@@ -1,15 +1,15 @@
 """A frame as zmq message parts.
 
 A zmq part costs several microseconds on each side, far more than copying a few kilobytes. So a small frame is one part, packed
-as `core/wire/packing.py` does. A large one is an empty part and then each buffer as it is.
+as `core/contracts/packing.py` does. A large one is an empty part and then each buffer as it is.
 """
 
 from collections.abc import Sequence
 from typing import Any
 
+from tllm_core.contracts import packing
 from tllm_core.contracts.interfaces import Frame
-from tllm_core.wire import packing
-from tllm_core.wire.packing import SHORT_BUFFERS, measure, unpack
+from tllm_core.contracts.packing import SHORT_BUFFERS, measure, unpack
 
 __all__ = ["TABLE_BYTES", "measure", "pack", "unpack"]
 

@@ -4,7 +4,7 @@ import secrets
 
 import pytest
 
-from tllm_core.wire.packing import SHORT_BUFFERS, measure, pack, table_bytes, unpack
+from tllm_core.contracts.packing import SHORT_BUFFERS, measure, pack, table_bytes, unpack
 
 
 def packed(frame):
