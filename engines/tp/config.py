@@ -2,20 +2,32 @@
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from msgspec import Struct
+from msgspec import Struct, ValidationError, convert
 
+from tllm_core.engines.tp.models import family_of
+from tllm_core.engines.tp.models.family import Family, WeightNames
 from tllm_core.errors import ModelError
 
-SUPPORTED_ARCHITECTURES = ("LlamaForCausalLM",)
 _SAMPLING_FIELDS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 
 
-class ModelConfig(Struct, frozen=True, kw_only=True):
-    """A decoder's shape and limits. `rope`: rope_type, rope_theta and factors, as transformers names them.
+_SIZES = (
+    "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
+    "head_dim", "max_position_embeddings",
+)  # fmt: skip
 
-    generation_defaults: sampling fields that the model's authors recommend. torch_dtype: the type of the weights on disk.
+
+class ModelConfig(Struct, frozen=True, kw_only=True):
+    """A decoder's shape, what its layers compute, and its limits.
+
+    qkv_bias, out_bias, mlp_bias: which products add one. norm_offset: what norms add to their weights. attention_scale:
+    of scores. embedding_scale: of what is looked up. logit_softcap: logits become `cap * tanh(logits / cap)`.
+    windows: per layer how many tokens each token sees, itself included, None = all. rope: rope_type, rope_theta and
+    factors, as transformers names them; local_rope: that of layers with a window, None = the same.
+    names: what the tensors are called on disk; torch_dtype: their type there.
+    generation_defaults: sampling fields that the model's authors recommend.
     """
 
     name: str
@@ -31,12 +43,27 @@ class ModelConfig(Struct, frozen=True, kw_only=True):
     rms_norm_eps: float
     max_position_embeddings: int
     tie_word_embeddings: bool
-    attention_bias: bool
-    mlp_bias: bool
+    attention_scale: float
+    windows: tuple[int | None, ...]
     rope: dict[str, Any]
+    local_rope: dict[str, Any] | None = None
+    activation: Literal["silu", "gelu_tanh"] = "silu"
+    qkv_bias: bool = False
+    out_bias: bool = False
+    mlp_bias: bool = False
+    norm_offset: float = 0.0
+    embedding_scale: float = 1.0
+    logit_softcap: float | None = None
+    names: WeightNames
     torch_dtype: str
     eos_token_ids: tuple[int, ...]
     generation_defaults: dict[str, Any]
+
+    def difference(self, other: "ModelConfig") -> str | None:
+        """The first field in which weights of `other` do not fit this model, None = they do."""
+        own = ("name", "model_dir", "torch_dtype", "eos_token_ids", "generation_defaults")
+        fields = (field for field in self.__struct_fields__ if field not in own)
+        return next((field for field in fields if getattr(self, field) != getattr(other, field)), None)
 
 
 def read_config(directory: Path, name: str | None = None) -> ModelConfig:
@@ -47,38 +74,59 @@ def read_config(directory: Path, name: str | None = None) -> ModelConfig:
     path = directory / "config.json"
     raw = _read_json(path)
     generation = _read_json(directory / "generation_config.json", optional=True)
-    architecture = _architecture(raw, path)
     try:
-        return _config(raw, generation, architecture, name or directory.name, directory)
+        family = family_of(raw)
+        return _config(raw, generation, family, name or directory.name, directory)
     except KeyError as error:
-        raise ModelError(f"{path} lacks {error.args[0]!r}, which {architecture} needs") from None
+        raise ModelError(f"{path} lacks {error.args[0]!r}, which {family.architecture} needs") from None
+    except ModelError as error:
+        raise ModelError(f"{path}: {error}") from None
+    except (ValidationError, TypeError) as error:
+        raise ModelError(f"{path} has a value that can't be used: {error}") from None
 
 
 def _config(
-    raw: dict[str, Any], generation: dict[str, Any], architecture: str, name: str, directory: Path
+    written: dict[str, Any], generation: dict[str, Any], family: Family, name: str, directory: Path
 ) -> ModelConfig:
+    raw = _checked({**family.defaults, **written})
+    fields = {
+        "name": name,
+        "model_dir": str(directory),
+        "architecture": family.architecture,
+        "vocab_size": raw["vocab_size"],
+        "hidden_size": raw["hidden_size"],
+        "intermediate_size": raw["intermediate_size"],
+        "num_layers": raw["num_hidden_layers"],
+        "num_heads": raw["num_attention_heads"],
+        "num_kv_heads": raw["num_key_value_heads"],
+        "head_dim": raw["head_dim"],
+        "attention_scale": raw["head_dim"] ** -0.5,
+        "windows": (None,) * raw["num_hidden_layers"],
+        "rms_norm_eps": raw.get("rms_norm_eps", 1e-6),
+        "max_position_embeddings": raw["max_position_embeddings"],
+        "tie_word_embeddings": raw.get("tie_word_embeddings", False),
+        "torch_dtype": raw.get("dtype") or raw.get("torch_dtype") or "float32",
+        "eos_token_ids": _eos(generation, raw),
+        "generation_defaults": _sampling_defaults(generation),
+        **family.fields(raw),
+    }
+    return convert({**fields, "names": family.names}, ModelConfig)
+
+
+def _checked(raw: dict[str, Any]) -> dict[str, Any]:
+    """With the number of kv heads and their size filled in. Raises ModelError for sizes that can't be meant."""
+    if raw.get("quantization_config"):
+        method = raw["quantization_config"].get("quant_method", "quantized")
+        raise ModelError(f"weights in {method} are not supported; use the model's unquantized weights, or a GGUF file")
     heads = raw["num_attention_heads"]
-    return ModelConfig(
-        name=name,
-        model_dir=str(directory),
-        architecture=architecture,
-        vocab_size=raw["vocab_size"],
-        hidden_size=raw["hidden_size"],
-        intermediate_size=raw["intermediate_size"],
-        num_layers=raw["num_hidden_layers"],
-        num_heads=heads,
-        num_kv_heads=raw.get("num_key_value_heads") or heads,
-        head_dim=raw.get("head_dim") or raw["hidden_size"] // heads,
-        rms_norm_eps=raw.get("rms_norm_eps", 1e-6),
-        max_position_embeddings=raw["max_position_embeddings"],
-        tie_word_embeddings=raw.get("tie_word_embeddings", False),
-        attention_bias=raw.get("attention_bias", False),
-        mlp_bias=raw.get("mlp_bias", False),
-        rope=_rope(raw),
-        torch_dtype=raw.get("dtype") or raw.get("torch_dtype") or "float32",
-        eos_token_ids=_eos(generation, raw),
-        generation_defaults=_sampling_defaults(generation),
-    )
+    kv_heads = raw.get("num_key_value_heads") or heads
+    raw = {**raw, "num_key_value_heads": kv_heads, "head_dim": raw.get("head_dim") or raw["hidden_size"] // heads}
+    for field in _SIZES:
+        if type(raw[field]) is not int or raw[field] < 1:
+            raise ModelError(f"{field} is {raw[field]!r}, and must be a positive number")
+    if heads % kv_heads or raw["head_dim"] % 2:
+        raise ModelError(f"{heads} heads of {raw['head_dim']} over {kv_heads} kv heads: not a multiple, or an odd size")
+    return raw
 
 
 def _read_json(path: Path, optional: bool = False) -> dict[str, Any]:
@@ -95,24 +143,6 @@ def _read_json(path: Path, optional: bool = False) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise ModelError(f"{path} holds no JSON object")
     return content
-
-
-def _architecture(raw: dict[str, Any], path: Path) -> str:
-    named = raw.get("architectures") or [raw.get("model_type", "unknown")]
-    if named[0] not in SUPPORTED_ARCHITECTURES:
-        supported = ", ".join(SUPPORTED_ARCHITECTURES)
-        raise ModelError(f"{path}: architecture {named[0]!r} is not supported; supported is {supported}")
-    if raw.get("hidden_act", "silu") != "silu":
-        raise ModelError(f"{path}: activation {raw['hidden_act']!r} is not supported; supported is 'silu'")
-    return str(named[0])
-
-
-def _rope(raw: dict[str, Any]) -> dict[str, Any]:
-    """Both spellings: `rope_parameters` of transformers 5, `rope_theta` with `rope_scaling` before it."""
-    rope = dict(raw.get("rope_parameters") or raw.get("rope_scaling") or {})
-    rope.setdefault("rope_theta", raw.get("rope_theta", 10000.0))
-    rope["rope_type"] = rope.get("rope_type") or rope.get("type") or "default"
-    return rope
 
 
 def _eos(generation: dict[str, Any], raw: dict[str, Any]) -> tuple[int, ...]:

@@ -113,6 +113,7 @@ class TpEngine(Engine):
             return Step((), False)
         self._clear_suspects()
         logits = self._runner.execute(scheduled.batch)
+        assert logits is not None
         outputs, generated = self._note_prompts(logits, scheduled.prompt_rows), 0
         if scheduled.sampled:
             wanted = logits if scheduled.sample_rows is None else logits[scheduled.sample_rows]

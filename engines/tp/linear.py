@@ -1,4 +1,4 @@
-"""Matrix products with weights: packed once for the CPU's kernels, plain elsewhere.
+"""Matrix products with weights, whole or a rank's part of them: packed once for the CPU's kernels, plain elsewhere.
 
 Why packed: with few rows (decoding) torch's own float32 product reaches half of what memory allows and its bfloat16 one,
 on CPUs without bfloat16 arithmetic, computes row by row. oneDNN with weights in its own order is at the limit for both.
@@ -6,6 +6,8 @@ on CPUs without bfloat16 arithmetic, computes row by row. oneDNN with weights in
 
 import torch
 import torch.nn.functional as F  # noqa: N812 - everybody's name for it
+
+from tllm_core.engines.tp.comm import Group
 
 _EXPECTED_ROWS = 512
 """Rows that oneDNN packs for; measured as good as smaller guesses at 1 to 512 rows."""
@@ -71,3 +73,24 @@ class Linear:
             y: torch.Tensor = torch.ops.mkldnn._linear_pointwise.binary(x, residual, self.weight, self.bias, "add")
             return y
         return residual + F.linear(x, self.weight, self.bias)
+
+
+class RowParallel(Linear):
+    """A product whose weight's columns are spread over ranks, as its input is: every rank ends with the whole sum.
+
+    Only one rank is given the bias.
+    """
+
+    __slots__ = ("_group",)
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None, group: Group) -> None:
+        super().__init__(weight, bias)
+        self._group = group
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """x: [rows, this rank's part of in_features]; [rows, out_features]."""
+        return self._group.all_reduce(super().__call__(x))
+
+    def add_to(self, residual: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        """As Linear's; of several ranks' the sum is made first, so that it is rounded as it would be on one."""
+        return super().add_to(residual, x) if self._group.size == 1 else residual + self(x)

@@ -7,7 +7,7 @@ from tllm_core.engines.tp.ops import Norm, Product
 
 
 class RmsNorm(Norm):
-    """`x / sqrt(mean(x^2) + eps) * weight` for each row of x [rows, size]; weight [size].
+    """`x / sqrt(mean(x^2) + eps) * weight` for each row of x [rows, size]; weight [size], of the type that it is computed in.
 
     In float32 on a CPU it goes over the row's norm: torch's own composite of a square and a mean was measured at 2.4 ms for
     512 rows of 576, against 0.09 ms. Shorter types keep torch's, which sums in float32.
@@ -25,7 +25,9 @@ class RmsNorm(Norm):
         self._weight = self._weight.to(device)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """The same shape."""
+        """The same shape and type."""
+        if x.dtype != self._weight.dtype:
+            return self(x.to(self._weight.dtype)).to(x.dtype)
         if self._scaled is None:
             return F.rms_norm(x, self._weight.shape, self._weight, self._eps)
         squares: torch.Tensor = torch.linalg.vector_norm(x, dim=-1, keepdim=True).square_()

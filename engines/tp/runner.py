@@ -1,4 +1,4 @@
-"""Owns the model and its KV cache, and runs one scheduled batch at a time."""
+"""Owns one rank's part of the model and of its KV cache, and runs one scheduled batch at a time."""
 
 import ctypes
 import os
@@ -11,11 +11,14 @@ import torch
 from tllm_core.engines.tp.attention import AttentionMetadata
 from tllm_core.engines.tp.attention.torch import TorchAttention
 from tllm_core.engines.tp.batch import ScheduledBatch
+from tllm_core.engines.tp.comm import Alone, Group
 from tllm_core.engines.tp.config import ModelConfig, read_config
 from tllm_core.engines.tp.memory import available_bytes
-from tllm_core.engines.tp.model import Llama
+from tllm_core.engines.tp.models.decoder import Decoder
+from tllm_core.engines.tp.models.shard import Shard, shard_of
 from tllm_core.engines.tp.ops.torch import TorchOps
 from tllm_core.engines.tp.prepare import resolve
+from tllm_core.engines.tp.rope import most_positions
 from tllm_core.engines.tp.spec import TpSettings
 from tllm_core.engines.tp.weights import Checkpoint
 from tllm_core.errors import ConfigError, ModelError
@@ -26,17 +29,22 @@ Phase = Callable[[str, float | None], None]
 
 
 class Runner:
-    """`config`, `num_blocks` and `max_seq_len` are known once `load` returned."""
+    """`config`, `num_blocks` and `max_seq_len` are known once `load` returned.
+
+    What reads, computes or measures is collective: all ranks of `group` do the same, in the same order.
+    """
 
     config: ModelConfig
+    shard: Shard
     directory: Path
     num_blocks: int
     max_seq_len: int
 
-    def __init__(self, settings: TpSettings) -> None:
-        self.settings = settings
+    def __init__(self, settings: TpSettings, group: Group | None = None) -> None:
+        """`group`: the ranks of this model, None = this one alone."""
+        self.settings, self.group = settings, group or Alone()
         self.device = _device(settings.device)
-        self._model: Llama | None = None
+        self._model: Decoder | None = None
         self._attention: TorchAttention | None = None
 
     def load(self, phase: Phase) -> None:
@@ -48,6 +56,7 @@ class Runner:
         phase("resolving the model", None)
         directory = resolve(self.settings.model, self.settings.cache_dir, phase)
         self.config = read_config(directory, _name(self.settings.model))
+        self.shard = shard_of(self.config, self.group.rank, self.group.size)
         self.max_seq_len = self._limit()
         self.directory = directory
         phase("loading weights", 0.0)
@@ -58,20 +67,21 @@ class Runner:
 
     def _read(
         self, directory: Path, device: torch.device, progress: Callable[[float], None] = lambda done: None
-    ) -> Llama:
+    ) -> Decoder:
         with Checkpoint(directory) as checkpoint:
-            return Llama(
+            return Decoder(
                 self.config,
                 checkpoint,
-                TorchOps(),
+                group=self.group,
+                ops=TorchOps(),
                 dtype=self._dtype(),
                 device=device,
                 max_positions=self.max_seq_len,
                 progress=progress,
             )
 
-    def execute(self, batch: ScheduledBatch) -> torch.Tensor:
-        """float32 logits [len(batch.logits_rows), vocab] on the model's device."""
+    def execute(self, batch: ScheduledBatch) -> torch.Tensor | None:
+        """float32 logits [len(batch.logits_rows), vocab] on the model's device on rank 0; None on others."""
         assert self._model is not None
         assert self._attention is not None
         metadata = AttentionMetadata.of(batch, self.settings.block_size)
@@ -129,7 +139,7 @@ class Runner:
     def _check_room(self, directory: Path) -> None:
         """Old and new weights are held together for a moment."""
         with Checkpoint(directory) as checkpoint:
-            needed = checkpoint.bytes_as(self._dtype())
+            needed = checkpoint.bytes_as(self._dtype()) // self.group.size
         free = available_bytes(self.device)
         if needed > free:
             raise ConfigError(
@@ -142,10 +152,11 @@ class Runner:
         self._model = self._attention = None
 
     def _limit(self) -> int:
-        most, asked = self.config.max_position_embeddings, self.settings.max_seq_len
+        own, asked = self.config.max_position_embeddings, self.settings.max_seq_len
+        most = most_positions(self.config.rope, own)
         if asked is not None and asked > most:
             raise ConfigError(f"max_seq_len {asked} is above the {most} positions that {self.config.name} has")
-        return asked or most
+        return asked or own
 
     def _dtype(self) -> torch.dtype:
         name: str = self.settings.dtype
@@ -157,7 +168,7 @@ class Runner:
         return dtype
 
     def _size(self, dtype: torch.dtype) -> None:
-        row = self.config.num_kv_heads * self.config.head_dim * dtype.itemsize
+        row = self.shard.heads.num_kv * self.config.head_dim * dtype.itemsize
         self._cache_dtype = dtype
         self._block_bytes = 2 * self.config.num_layers * self.settings.block_size * row
         self.num_blocks = self.settings.num_blocks or self._fitting_blocks(self._block_bytes)
@@ -169,8 +180,10 @@ class Runner:
                 num_layers=config.num_layers,
                 num_blocks=self.num_blocks,
                 block_size=block_size,
-                num_kv_heads=config.num_kv_heads,
+                num_kv_heads=self.shard.heads.num_kv,
                 head_dim=config.head_dim,
+                scale=config.attention_scale,
+                windows=config.windows,
                 dtype=self._cache_dtype,
                 device=self.device,
             )
@@ -209,18 +222,12 @@ def _give_back(device: torch.device) -> None:
             trim(0)
 
 
-_SHAPE_FIELDS = (
-    "architecture", "vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads", "head_dim",
-    "rms_norm_eps", "tie_word_embeddings", "attention_bias", "mlp_bias", "rope",
-)  # fmt: skip
-
-
 def _check_same(now: ModelConfig, new: ModelConfig, directory: Path) -> None:
-    for name in _SHAPE_FIELDS:
-        if getattr(now, name) != getattr(new, name):
-            raise ModelError(
-                f"{directory} is another model: its {name} is {getattr(new, name)!r}, the running one's {getattr(now, name)!r}"
-            )
+    field = now.difference(new)
+    if field is not None:
+        raise ModelError(
+            f"{directory} is another model: its {field} is {getattr(new, field)!r}, the running one's {getattr(now, field)!r}"
+        )
 
 
 def _device(name: str) -> torch.device:

@@ -1,10 +1,12 @@
-"""Reads safetensors straight into the tensors that the model computes with; the whole model is never held twice."""
+"""Reads safetensors straight into the tensors that the model computes with: only the parts that a rank needs, and never
+anything twice.
+"""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -12,6 +14,19 @@ from safetensors import SafetensorError, safe_open
 from tllm_core.errors import ModelError
 
 _INDEX = "model.safetensors.index.json"
+
+
+class Piece(NamedTuple):
+    """Rows or columns `start` to `stop` of one stored tensor, which config.json says is of `shape`.
+
+    extent: how many rows or columns it takes where it goes; those beyond its own are zeros.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    start: int
+    stop: int
+    extent: int
 
 
 class Checkpoint:
@@ -38,7 +53,8 @@ class Checkpoint:
 
     def dtype(self, name: str) -> torch.dtype:
         """The type that tensor `name` is stored in."""
-        return self._mapped(name).dtype
+        empty: torch.Tensor = self._read(name, lambda file: file.get_slice(name)[:0])
+        return empty.dtype
 
     def bytes_as(self, dtype: torch.dtype) -> int:
         """About what all its tensors take in memory as `dtype`."""
@@ -52,44 +68,48 @@ class Checkpoint:
 
     def tensor(self, name: str, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """A copy of one tensor in `dtype`."""
-        return self.stacked([name], [shape], dtype, dtype).clone()
+        return self.joined([Piece(name, tuple(shape), 0, shape[0], shape[0])], 0, dtype, dtype).clone()
 
-    def stacked(
-        self, names: Sequence[str], shapes: Sequence[Sequence[int]], stored: torch.dtype, dtype: torch.dtype
-    ) -> torch.Tensor:
-        """Tensors one below the other along their first axis, rounded to `stored` and held in `dtype`.
+    def joined(self, pieces: Sequence[Piece], axis: int, stored: torch.dtype, dtype: torch.dtype) -> torch.Tensor:
+        """Pieces one after the other along `axis`, along which they are cut, rounded to `stored` and held in `dtype`.
 
         A single one that needs no conversion is the mapped file itself: to be read, and not after this checkpoint is
         closed. Raises ModelError, which names the tensor, where one is missing or is not of its shape.
         """
-        sources = [self._shaped(name, shape) for name, shape in zip(names, shapes, strict=True)]
+        pieces = _merged(pieces)
+        sources = [self._part(piece, axis) for piece in pieces]
         rounded = [source.to(stored) if source.dtype.itemsize > stored.itemsize else source for source in sources]
-        if len(rounded) == 1:
-            return rounded[0].to(dtype)
-        target = torch.empty(sum(shape[0] for shape in shapes), *shapes[0][1:], dtype=dtype)
+        if len(pieces) == 1 and pieces[0].stop - pieces[0].start == pieces[0].extent:
+            return rounded[0].to(dtype).contiguous()
+        shape = list(pieces[0].shape)
+        shape[axis] = sum(piece.extent for piece in pieces)
+        target = torch.zeros(shape, dtype=dtype)
         start = 0
-        for source in rounded:
-            target[start : start + source.shape[0]] = source
-            start += source.shape[0]
+        for source, piece in zip(rounded, pieces, strict=True):
+            target.narrow(axis, start, source.shape[axis]).copy_(source)
+            start += piece.extent
         return target
 
-    def _shaped(self, name: str, shape: Sequence[int]) -> torch.Tensor:
-        tensor = self._mapped(name)
-        if list(tensor.shape) != list(shape):
-            raise ModelError(
-                f"{self._where[name]}: {name} is of shape {list(tensor.shape)}, but config.json asks for {list(shape)}"
-            )
-        return tensor
+    def _part(self, piece: Piece, axis: int) -> torch.Tensor:
+        """A view of the mapped file: nothing else of it is read."""
+        name, shape = piece.name, list(piece.shape)
+        found = self._read(name, lambda file: file.get_slice(name).get_shape())
+        if found != shape:
+            raise ModelError(f"{self._where[name]}: {name} is of shape {found}, but config.json asks for {shape}")
+        where = slice(piece.start, piece.stop)
+        part: torch.Tensor = self._read(
+            name, lambda file: file.get_slice(name)[where] if axis == 0 else file.get_slice(name)[:, where]
+        )
+        return part
 
-    def _mapped(self, name: str) -> torch.Tensor:
+    def _read(self, name: str, read: Callable[[Any], Any]) -> Any:
         path = self._where.get(name)
         if path is None:
             raise ModelError(f"{self.directory}: the weights lack the tensor {name}")
         try:
-            tensor: torch.Tensor = self._open(path).get_tensor(name)
+            return read(self._open(path))
         except SafetensorError as error:
             raise ModelError(f"{path} can't be read; is it complete? ({error})") from None
-        return tensor
 
     def _open(self, path: Path) -> Any:
         opened = self._files.get(path)
@@ -109,6 +129,18 @@ class Checkpoint:
             hint = f"; {other.name} is not read: name a GGUF file itself, or convert to safetensors" if other else ""
             raise ModelError(f"{self.directory} has no weights: no *.safetensors file{hint}")
         return {name: path for path in paths for name in self._open(path).keys()}  # noqa: SIM118 - no mapping
+
+
+def _merged(pieces: Sequence[Piece]) -> list[Piece]:
+    """Neighbours of one tensor as one piece."""
+    merged = [pieces[0]]
+    for piece in pieces[1:]:
+        last = merged[-1]
+        if piece.name == last.name and piece.start == last.stop and last.stop - last.start == last.extent:
+            merged[-1] = last._replace(stop=piece.stop, extent=last.extent + piece.extent)
+        else:
+            merged.append(piece)
+    return merged
 
 
 def _locate(directory: Path) -> dict[str, Path]:

@@ -1,14 +1,12 @@
-"""The model against transformers on small random weights: logits, chunks, block sizes, rope scalings, biases, types."""
+"""Llama against transformers on small random weights: logits, chunks, block sizes, rope scalings, biases, types."""
 
-from array import array
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from tllm_core.engines.tp.batch import ScheduledBatch
-from tllm_core.engines.tp.config import read_config
+from tests.tp.reference import VOCAB, expected, forward, load, prompt_of, reference
 from tllm_core.engines.tp.linear import Linear
 from tllm_core.engines.tp.rope import rope_table, rotate, rotation
 from tllm_core.engines.tp.runner import Runner
@@ -17,7 +15,7 @@ from tllm_core.errors import ConfigError, ModelError
 
 transformers = pytest.importorskip("transformers")
 
-VOCAB = 160
+_FACTORS = [1.0, 1.1, 1.3, 1.4, 1.6, 2.0, 2.5, 3.0]
 VARIANTS: dict[str, dict[str, Any]] = {
     "grouped heads": {},
     "tied embeddings": {"tie_word_embeddings": True},
@@ -26,6 +24,38 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "wide heads": {"head_dim": 32},
     "biases": {"attention_bias": True, "mlp_bias": True},
     "linear rope": {"rope_parameters": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}},
+    "dynamic rope": {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0}},
+    "yarn rope": {
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 10000.0,
+            "factor": 4.0,
+            "original_max_position_embeddings": 64,
+        }
+    },
+    "yarn rope with a scale and other bounds": {
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 500.0,
+            "factor": 8.0,
+            "beta_fast": 16.0,
+            "beta_slow": 2.0,
+            "mscale": 0.7,
+            "mscale_all_dim": 1.3,
+            "truncate": False,
+            "original_max_position_embeddings": 32,
+        }
+    },
+    "longrope": {
+        "rope_parameters": {
+            "rope_type": "longrope",
+            "rope_theta": 10000.0,
+            "factor": 6.0,
+            "short_factor": [1.0] * 8,
+            "long_factor": _FACTORS,
+            "original_max_position_embeddings": 32,
+        }
+    },
     "llama3 rope": {
         "rope_parameters": {
             "rope_type": "llama3",
@@ -39,70 +69,12 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }
 
 
-def reference(options: dict[str, Any], seed: int = 0) -> Any:
-    """A small Llama whose logits are spread widely enough for 1e-4 to mean something."""
-    torch.manual_seed(seed)
-    config = transformers.LlamaConfig(
-        **{
-            "vocab_size": VOCAB,
-            "hidden_size": 64,
-            "intermediate_size": 96,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 4,
-            "num_key_value_heads": 2,
-            "max_position_embeddings": 256,
-            "tie_word_embeddings": False,
-            "initializer_range": 0.1,
-            **options,
-        }
-    )
-    model = transformers.LlamaForCausalLM(config).eval()
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if name.endswith("bias") or "norm" in name:
-                parameter.add_(torch.randn_like(parameter) * 0.1)
-    return model
-
-
 @pytest.fixture(scope="module", params=VARIANTS, ids=lambda name: name.replace(" ", "-"))
 def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Path]:
     directory = tmp_path_factory.mktemp("model")
-    model = reference(VARIANTS[request.param])
+    model = reference("Llama", VARIANTS[request.param])
     model.save_pretrained(directory)
     return model, directory
-
-
-def load(directory: Path, **settings: Any) -> Runner:
-    runner = Runner(TpSettings(**{"model": str(directory), "num_blocks": 64, "threads": 2, **settings}))
-    runner.load(lambda name, done: None)
-    return runner
-
-
-def forward(
-    runner: Runner, parts: list[tuple[list[int], int, list[int]]], rows: list[int] | None = None
-) -> torch.Tensor:
-    """Runs (new tokens, context length, block table) per sequence; logits of all tokens unless `rows` says which."""
-    tokens = array("i", [token for new, _, _ in parts for token in new])
-    return runner.execute(
-        ScheduledBatch(
-            token_ids=tokens,
-            query_lens=[len(new) for new, _, _ in parts],
-            context_lens=[context for _, context, _ in parts],
-            block_tables=[table for _, _, table in parts],
-            logits_rows=list(range(len(tokens))) if rows is None else rows,
-        )
-    )
-
-
-def expected(model: Any, prompt: list[int]) -> torch.Tensor:
-    with torch.inference_mode():
-        logits: torch.Tensor = model(torch.tensor([prompt])).logits[0]
-    return logits
-
-
-def prompt_of(length: int, seed: int = 1) -> list[int]:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randint(VOCAB, (length,), generator=generator).tolist()
 
 
 def test_logits_of_a_whole_prompt(pair: tuple[Any, Path]) -> None:
@@ -126,7 +98,7 @@ def test_logits_in_chunks_and_token_by_token(pair: tuple[Any, Path]) -> None:
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Path]:
     directory = tmp_path_factory.mktemp("plain")
-    model = reference({})
+    model = reference("Llama", {})
     model.save_pretrained(directory)
     return model, directory
 
@@ -201,8 +173,38 @@ def test_a_device_that_is_not_there_is_named() -> None:
 
 
 def test_an_unknown_rope_scaling_names_what_is_supported() -> None:
-    with pytest.raises(ModelError, match=r"'yarn' is not supported; supported are default, linear, llama3"):
-        rope_table({"rope_type": "yarn"}, 8, 4)
+    with pytest.raises(ModelError, match=r"'mrope' is not supported; supported are default, linear, dynamic, yarn,"):
+        rope_table({"rope_type": "mrope"}, 8, 4)
+
+
+def test_a_rope_scaling_without_its_factor_says_so() -> None:
+    with pytest.raises(ModelError, match="'linear' lacks 'factor'"):
+        rope_table({"rope_type": "linear"}, 8, 4)
+
+
+def test_longrope_factors_of_another_size_are_refused_with_both() -> None:
+    rope = {"rope_type": "longrope", "short_factor": [1.0] * 3, "long_factor": [1.0] * 3, "factor": 2.0}
+    with pytest.raises(ModelError, match="factors for 3 of 4 frequencies"):
+        rope_table({**rope, "original_max_position_embeddings": 4}, 8, 4)
+
+
+def test_longrope_keeps_its_short_factors_where_sequences_stay_within_the_original_length(tmp_path: Path) -> None:
+    model = reference("Llama", VARIANTS["longrope"])
+    model.save_pretrained(tmp_path)
+    prompt = prompt_of(32)
+    logits = forward(load(tmp_path, max_seq_len=32), [(prompt, 0, [0, 1])])
+    torch.testing.assert_close(logits, expected(model, prompt), atol=1e-4, rtol=0)
+
+
+def test_dynamic_rope_stretches_to_the_limit_that_is_asked_for(tmp_path: Path) -> None:
+    """As transformers does for a prompt of that length; the model's own limit is where it begins to."""
+    model = reference("Llama", {**VARIANTS["dynamic rope"], "max_position_embeddings": 64})
+    model.save_pretrained(tmp_path)
+    prompt = prompt_of(200)
+    logits = forward(load(tmp_path, max_seq_len=200), [(prompt, 0, list(range(13)))])
+    torch.testing.assert_close(logits, expected(model, prompt), atol=1e-4, rtol=0)
+    with pytest.raises(ConfigError, match="max_seq_len 257 is above the 256 positions"):
+        load(tmp_path, max_seq_len=257)
 
 
 def test_rotation_keeps_lengths_and_depends_on_distance_alone() -> None:
@@ -230,32 +232,3 @@ def test_a_packed_product_equals_the_plain_one(rows: int, with_bias: bool) -> No
     plain = torch.nn.functional.linear(x, weight, bias)
     torch.testing.assert_close(linear(x), plain, atol=1e-4, rtol=1e-5)
     torch.testing.assert_close(linear.add_to(residual, x), residual + plain, atol=1e-4, rtol=1e-5)
-
-
-def test_the_config_gives_limits_ends_and_recommended_sampling(plain: tuple[Any, Path], tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_bytes((plain[1] / "config.json").read_bytes())
-    (tmp_path / "generation_config.json").write_text(
-        '{"eos_token_id": [7, 9], "do_sample": true, "top_p": 0.9, "max_length": 20}'
-    )
-    config = read_config(tmp_path, "small")
-    assert (config.name, config.vocab_size, config.max_position_embeddings) == ("small", VOCAB, 256)
-    assert config.eos_token_ids == (7, 9)
-    assert config.generation_defaults == {"temperature": 1.0, "top_p": 0.9}
-
-
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        (None, "has no config.json"),
-        ("{", "is no valid JSON"),
-        ("[]", "holds no JSON object"),
-        ('{"architectures": ["GPT2LMHeadModel"]}', "'GPT2LMHeadModel' is not supported; supported is LlamaForCausalLM"),
-        ('{"architectures": ["LlamaForCausalLM"], "hidden_act": "gelu"}', "activation 'gelu' is not supported"),
-        ('{"architectures": ["LlamaForCausalLM"], "num_attention_heads": 2}', "lacks 'vocab_size'"),
-    ],
-)
-def test_a_config_that_cannot_be_used_says_why(tmp_path: Path, content: str | None, message: str) -> None:
-    if content is not None:
-        (tmp_path / "config.json").write_text(content)
-    with pytest.raises(ModelError, match=message):
-        read_config(tmp_path)

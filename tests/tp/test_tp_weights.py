@@ -9,11 +9,15 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from tllm_core.engines.tp.weights import Checkpoint
+from tllm_core.engines.tp.weights import Checkpoint, Piece
 from tllm_core.errors import ModelError
 
 A = torch.arange(12, dtype=torch.float32).view(4, 3)
 B = torch.arange(6, dtype=torch.float32).view(2, 3) + 100
+
+
+def whole(name: str, *shape: int) -> Piece:
+    return Piece(name, shape, 0, shape[0], shape[0])
 
 
 @pytest.fixture
@@ -34,7 +38,7 @@ def sharded(tmp_path: Path) -> Path:
 @pytest.mark.parametrize("layout", ["single", "sharded"])
 def test_tensors_of_one_or_several_files_are_stacked(layout: str, request: pytest.FixtureRequest) -> None:
     with Checkpoint(request.getfixturevalue(layout)) as checkpoint:
-        stacked = checkpoint.stacked(["a", "b"], [[4, 3], [2, 3]], torch.float32, torch.float32)
+        stacked = checkpoint.joined([whole("a", 4, 3), whole("b", 2, 3)], 0, torch.float32, torch.float32)
         assert "a" in checkpoint
         assert "c" not in checkpoint
     assert torch.equal(stacked, torch.cat([A, B]))
@@ -44,8 +48,8 @@ def test_weights_are_rounded_to_the_asked_type_even_where_they_are_computed_in_a
     exact = torch.tensor([[1.0 + 2**-12]])
     save_file({"x": exact}, tmp_path / "model.safetensors")
     with Checkpoint(tmp_path) as checkpoint:
-        rounded = checkpoint.stacked(["x"], [[1, 1]], torch.bfloat16, torch.float32)
-        kept = checkpoint.stacked(["x"], [[1, 1]], torch.float32, torch.float32)
+        rounded = checkpoint.joined([whole("x", 1, 1)], 0, torch.bfloat16, torch.float32)
+        kept = checkpoint.joined([whole("x", 1, 1)], 0, torch.float32, torch.float32)
     assert rounded.dtype == torch.float32
     assert rounded.item() == 1.0
     assert torch.equal(kept, exact)
@@ -65,10 +69,51 @@ def test_loading_holds_one_copy(tmp_path: Path) -> None:
     save_file({"a": torch.ones(rows, 8), "b": torch.ones(rows, 8)}, tmp_path / "model.safetensors")
     before = _anonymous_bytes()
     with Checkpoint(tmp_path) as checkpoint:
-        stacked = checkpoint.stacked(["a", "b"], [[rows, 8], [rows, 8]], torch.float32, torch.float32)
+        stacked = checkpoint.joined([whole("a", rows, 8), whole("b", rows, 8)], 0, torch.float32, torch.float32)
         grown = _anonymous_bytes() - before
     assert stacked.nbytes == 128 << 20
     assert grown < 1.25 * stacked.nbytes
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.parametrize("axis", [0, 1])
+def test_loading_a_part_takes_memory_for_that_part_alone(tmp_path: Path, axis: int) -> None:
+    size = 4096
+    save_file({"a": torch.ones(size, size), "b": torch.ones(size, size)}, tmp_path / "model.safetensors")
+    part = size // 4
+    before = _anonymous_bytes()
+    with Checkpoint(tmp_path) as checkpoint:
+        pieces = [Piece(name, (size, size), part, 2 * part, part) for name in "ab"]
+        joined = checkpoint.joined(pieces, axis, torch.float32, torch.float32)
+        grown = _anonymous_bytes() - before
+    assert joined.nbytes == 32 << 20
+    assert grown < 1.25 * joined.nbytes
+
+
+@pytest.mark.parametrize("layout", ["single", "sharded"])
+def test_rows_and_columns_are_cut_and_filled_up_with_zeros(layout: str, request: pytest.FixtureRequest) -> None:
+    with Checkpoint(request.getfixturevalue(layout)) as checkpoint:
+        rows = checkpoint.joined(
+            [Piece("a", (4, 3), 1, 3, 3), Piece("b", (2, 3), 0, 0, 1), Piece("b", (2, 3), 1, 2, 1)],
+            0,
+            torch.float32,
+            torch.float32,
+        )
+        columns = checkpoint.joined(
+            [Piece("a", (4, 3), 2, 3, 2), Piece("a", (4, 3), 0, 1, 1)], 1, torch.float32, torch.float32
+        )
+    zeros = torch.zeros(1, 3)
+    assert torch.equal(rows, torch.cat([A[1:3], zeros, zeros, B[1:]]))
+    assert torch.equal(columns, torch.cat([A[:, 2:], torch.zeros(4, 1), A[:, :1]], dim=1))
+
+
+def test_neighbours_of_one_tensor_are_read_as_one_and_not_copied(single: Path) -> None:
+    with Checkpoint(single) as checkpoint:
+        pieces = [Piece("a", (4, 3), 0, 2, 2), Piece("a", (4, 3), 2, 3, 1)]
+        joined = checkpoint.joined(pieces, 0, torch.float32, torch.float32)
+        mapped = checkpoint.joined([Piece("a", (4, 3), 0, 3, 3)], 0, torch.float32, torch.float32)
+        assert torch.equal(joined, A[:3])
+        assert joined.data_ptr() == mapped.data_ptr()
 
 
 def _anonymous_bytes() -> int:

@@ -10,7 +10,8 @@ from tllm_core.engines.tp.rope import rotate, rotation
 
 class TorchOps(Ops):
     def norm(self, weight: torch.Tensor, eps: float, *, offset: float = 0.0) -> Norm:
-        return RmsNorm(weight + offset if offset else weight, eps)
+        # One plus a small weight loses most of that weight in a short type.
+        return RmsNorm(weight.float() + offset if offset else weight, eps)
 
     def rotation(self, table: torch.Tensor, positions: torch.Tensor, dtype: torch.dtype) -> Rotation:
         return rotation(table, positions, dtype)
