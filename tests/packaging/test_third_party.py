@@ -20,6 +20,8 @@ from tests.packaging.building import ROOT, copy_of, run
 
 PACKAGES = {path.parent.name: path.parent for path in sorted((ROOT / "examples").glob("*/pyproject.toml"))}
 NEVER_LINKED = ("..", "__pycache__", "bin")
+SUITES_S = 590.0
+"""Of one package's tests; their cases have limits of their own."""
 
 
 def project(name: str) -> dict[str, Any]:
@@ -34,7 +36,7 @@ class Installed:
         self.binaries, self.folders = binaries, folders
 
     def python(self, *words: str | Path, cwd: Path, **variables: str) -> str:
-        return run(self.binaries / "python", *words, cwd=cwd, **variables)
+        return run(self.binaries / "python", *words, cwd=cwd, timeout=SUITES_S, **variables)
 
     def tllm(self, *words: str, cwd: Path) -> str:
         return run(self.binaries / "tllm", *words, cwd=cwd)
@@ -128,6 +130,7 @@ def test_plugins_are_listed_with_their_distribution(installed: Installed, tmp_pa
                 assert states[kind, entry] == (project(name)["name"], "ok")
 
 
+@pytest.mark.timeout(SUITES_S + 10)
 @pytest.mark.parametrize("name", PACKAGES)
 def test_its_own_tests_pass(name: str, installed: Installed) -> None:
     installed.python("-m", "pytest", "-q", cwd=installed.folders[name], TLLM_CONFORMANCE_STRICT="1")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import secrets
 import shutil
 import socket
@@ -9,6 +10,7 @@ import stat
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -149,3 +151,34 @@ def test_what_is_larger_than_the_kernel_s_buffer_is_sent_even_while_nothing_else
         assert arrived, "it stays with the sender"
         received += [bytes(frame[0]) for frame in arrived]
     assert received == frames
+
+
+def test_close_goes_on_sending_for_as_long_as_it_was_told_to(directory: Path) -> None:
+    transport = UnixTransport(UnixSettings(directory=str(directory), linger_s=30.0))
+    with contextlib.closing(transport.listen("engine", 1)) as engine:
+        frontend = transport.connect(engine.address, PEER)
+        frames = [secrets.token_bytes(2 << 20) for _ in range(3)]
+        for frame in frames:
+            frontend.send([frame])
+        closing = threading.Thread(target=frontend.close)
+        closing.start()
+        received: list[bytes] = []
+        while arrived := engine.receive(20.0):
+            received += [bytes(frame[0]) for frame in arrived]
+            if len(received) == len(frames):
+                break
+        closing.join(20.0)
+        assert not closing.is_alive()
+    assert received == frames
+
+
+def test_close_does_not_wait_for_a_peer_that_never_reads(directory: Path) -> None:
+    transport = UnixTransport(UnixSettings(directory=str(directory), linger_s=0.1))
+    with contextlib.closing(transport.listen("engine", 1)) as engine:
+        frontend = transport.connect(engine.address, PEER)
+        frontend.send([bytes(4 << 20)])
+        closing = threading.Thread(target=frontend.close, daemon=True)
+        closing.start()
+        closing.join(20.0)
+        assert not closing.is_alive()
+        assert frontend.state.closed
