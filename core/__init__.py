@@ -6,6 +6,7 @@ if TYPE_CHECKING:
 
     from tllm_core.contracts.messages import EngineInfo as EngineInfo
     from tllm_core.contracts.messages import GenerationRequest as GenerationRequest
+    from tllm_core.contracts.messages import GuidedDecoding as GuidedDecoding
     from tllm_core.contracts.messages import Logprob as Logprob
     from tllm_core.contracts.messages import SamplingParams as SamplingParams
     from tllm_core.contracts.messages import TokenIds as TokenIds
@@ -38,7 +39,14 @@ __version__ = "0.1.0"
 
 # Loaded on first use: engines and watchers import this package too, and must stay small and quick to start.
 _HOMES = {
-    "contracts.messages": ("EngineInfo", "GenerationRequest", "Logprob", "SamplingParams", "TokenIds"),
+    "contracts.messages": (
+        "EngineInfo",
+        "GenerationRequest",
+        "GuidedDecoding",
+        "Logprob",
+        "SamplingParams",
+        "TokenIds",
+    ),
     "errors": (
         "BrokerLost",
         "Cause",

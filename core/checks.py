@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
@@ -52,10 +52,11 @@ class Checks:
     def check(self, request: GenerationRequest) -> None:
         """Raises RequestError, which names the field, for whatever the engine could not serve."""
         sampling, info = request.sampling, self._info
-        if sampling is not self._good:
-            sampling.check()
+        if sampling is not self._good or sampling.best_of is not None:
+            sampling.check(streaming=request.streaming)
             _check_supported(sampling, _SAMPLING_FIELDS, info)
-            _check_vocabulary("stop_token_ids", sampling.stop_token_ids, info)
+            for name, largest in sampling.largest_ids():
+                _check_vocabulary(name, largest, info)
             self._good = sampling
         _check_supported(request, _REQUEST_FIELDS, info)
         _check_prompt(request.prompt_token_ids, info)
@@ -70,18 +71,25 @@ class Checks:
 def _check_supported(struct: msgspec.Struct, fields: tuple[tuple[str, Any], ...], info: EngineInfo) -> None:
     for name, default in fields:
         if getattr(struct, name) != default and name not in info.supports:
-            hint = "; use LLM, which finds stop strings in the text" if name == "stop" else ""
+            hint = _HINTS.get(name, "")
             raise RequestError(f"the engine of {info.model!r} does not support {name}{hint}", field=name)
+
+
+_HINTS = {
+    "stop": "; use LLM, which finds stop strings in the text",
+    "bad_words": "; use LLM, which knows the tokens of words",
+    "guided": "; the tp engine does, for models with a tokenizer: pip install 'tllm-core[guided]' where it runs",
+}
 
 
 def _check_prompt(prompt: TokenIds, info: EngineInfo) -> None:
     if not len(prompt):
         raise RequestError("prompt_token_ids is empty; at least one token is needed", field="prompt_token_ids")
-    _check_vocabulary("prompt_token_ids", prompt.view, info)
+    _check_vocabulary("prompt_token_ids", max(prompt.view), info)
 
 
-def _check_vocabulary(field: str, token_ids: Sequence[int] | memoryview, info: EngineInfo) -> None:
-    if info.vocab_size is not None and (largest := max(token_ids, default=0)) >= info.vocab_size:
+def _check_vocabulary(field: str, largest: int, info: EngineInfo) -> None:
+    if info.vocab_size is not None and largest >= info.vocab_size:
         raise RequestError(
             f"{field} has the token id {largest}, and the vocabulary ends at {info.vocab_size - 1}", field=field
         )

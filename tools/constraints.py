@@ -14,7 +14,7 @@ from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).resolve().parents[1]
 PROJECT = "tllm-core"
-EXTRAS = frozenset({"nats", "redis", "text", "engine", "uvloop", "test"})
+EXTRAS = frozenset({"nats", "redis", "text", "engine", "guided", "uvloop", "test"})
 
 
 def main() -> None:

@@ -10,6 +10,7 @@ from typing import Any, Literal, TypeAlias
 
 from msgspec import Struct, field
 
+from tllm_core.contracts.guided import GuidedDecoding as GuidedDecoding
 from tllm_core.contracts.sampling import SamplingParams as SamplingParams
 from tllm_core.contracts.tokens import MAX_TOKEN_ID as MAX_TOKEN_ID
 from tllm_core.contracts.tokens import TokenIds as TokenIds

@@ -1,11 +1,13 @@
 """How to sample, and what a good value of each parameter is."""
 
-import math
+from collections.abc import Iterator, Mapping
 
 from msgspec import Struct
 from msgspec.structs import force_setattr
 
+from tllm_core.contracts.guided import GuidedDecoding as GuidedDecoding
 from tllm_core.contracts.tokens import MAX_TOKEN_ID
+from tllm_core.contracts.values import check_bias, check_float, check_ids, check_int, check_strings
 from tllm_core.errors import RequestError
 
 
@@ -16,6 +18,10 @@ class SamplingParams(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     temperature: 0 = greedy. top_k: 0 = off. top_p, min_p: in [0, 1]. repetition_penalty: > 0, 1 = off.
     presence_penalty, frequency_penalty: in [-2, 2]. seed: None = drawn anew. stop: strings (LLM only).
     logprobs, prompt_logprobs: None = off, 0 = the sampled token's alone, k = the top k besides.
+    logit_bias: (token id, what is added to its logit, in [-100, 100]) pairs, or a mapping of them. allowed_token_ids: no
+    others may come; None = all. bad_words: texts that may not come (LLM only). bad_token_sequences: runs of token ids
+    that may not come. best_of: so many sequences are generated, and the n with the largest cumulative logprob are
+    returned, at the end; None = n. guided: what the text must match; a mapping of its fields will do.
     """
 
     n: int = 1
@@ -36,34 +42,99 @@ class SamplingParams(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     skip_special_tokens: bool = True
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    allowed_token_ids: tuple[int, ...] | None = None
+    bad_words: tuple[str, ...] = ()
+    bad_token_sequences: tuple[tuple[int, ...], ...] = ()
+    best_of: int | None = None
+    guided: GuidedDecoding | None = None
 
     def __post_init__(self) -> None:
-        if isinstance(stop := getattr(self, "stop"), str):  # noqa: B009 - the declared type is what it becomes here
-            force_setattr(self, "stop", (stop,))
-        for name in ("stop", "stop_token_ids"):  # a caller's list could change after it was checked
-            if isinstance(value := getattr(self, name), list):
+        for name in ("stop", "bad_words"):
+            if isinstance(value := getattr(self, name), str):
+                force_setattr(self, name, (value,))
+        for name in ("stop", "stop_token_ids", "allowed_token_ids", "bad_words"):
+            if isinstance(value := getattr(self, name), list):  # a caller's list could change after it was checked
                 force_setattr(self, name, tuple(value))
+        if self.logit_bias:
+            force_setattr(self, "logit_bias", _pairs(self.logit_bias))
+        if self.bad_token_sequences:
+            force_setattr(self, "bad_token_sequences", _tuples(self.bad_token_sequences))
+        if isinstance(guided := getattr(self, "guided"), Mapping):  # noqa: B009 - the declared type is what it becomes here
+            force_setattr(self, "guided", _guided(guided))
 
-    def check(self) -> None:
+    @property
+    def sequences(self) -> int:
+        """How many are generated."""
+        return self.n if self.best_of is None else self.best_of
+
+    def check(self, *, streaming: bool = False) -> None:
         """Raises RequestError, which names the field, for any value of a wrong type or outside its range."""
         for name, least, most in _INT_RANGES:
-            _check_int(name, getattr(self, name), least, most)
+            check_int(name, getattr(self, name), least, most)
         for name, low, high, open_low in _FLOAT_RANGES:
-            _check_float(name, getattr(self, name), low, high, open_low)
+            check_float(name, getattr(self, name), low, high, open_low)
         for name in ("include_stop_str_in_output", "ignore_eos", "skip_special_tokens"):
             if type(getattr(self, name)) is not bool:
                 raise RequestError(f"{name} must be true or false, not {getattr(self, name)!r}", field=name)
-        _check_strings("stop", self.stop)
-        if not isinstance(self.stop_token_ids, tuple | list):
-            raise RequestError(
-                f"stop_token_ids must be a sequence, not {self.stop_token_ids!r}", field="stop_token_ids"
-            )
-        for token_id in self.stop_token_ids:
-            _check_int("stop_token_ids", token_id, 0, MAX_TOKEN_ID)
+        check_strings("stop", self.stop)
+        check_strings("bad_words", self.bad_words)
+        check_ids("stop_token_ids", self.stop_token_ids)
+        self._check_limits()
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise RequestError(
                 f"min_tokens {self.min_tokens} is above max_tokens {self.max_tokens}", field="min_tokens"
             )
+        self._check_best_of(streaming)
+
+    def _check_limits(self) -> None:
+        """Of which tokens may come."""
+        if self.logit_bias:
+            check_bias(self.logit_bias)
+        if self.allowed_token_ids is not None:
+            check_ids("allowed_token_ids", self.allowed_token_ids)
+            if not self.allowed_token_ids:
+                raise RequestError(
+                    "allowed_token_ids is empty, so that nothing could come; None allows all", field="allowed_token_ids"
+                )
+        if not isinstance(self.bad_token_sequences, tuple):
+            raise RequestError(
+                f"bad_token_sequences must be sequences of token ids, not {self.bad_token_sequences!r}",
+                field="bad_token_sequences",
+            )
+        for run in self.bad_token_sequences:
+            check_ids("bad_token_sequences", run)
+            if not run:
+                raise RequestError("bad_token_sequences has an empty one", field="bad_token_sequences")
+        if self.guided is not None:
+            if not isinstance(self.guided, GuidedDecoding):
+                raise RequestError(f"guided must be a GuidedDecoding, not {self.guided!r}", field="guided")
+            self.guided.check()
+
+    def _check_best_of(self, streaming: bool) -> None:
+        if self.best_of is None:
+            return
+        if self.best_of < self.n:
+            raise RequestError(
+                f"best_of {self.best_of} is below n {self.n}: there would be too few to choose from", field="best_of"
+            )
+        if streaming and self.best_of > self.n:
+            raise RequestError(
+                f"best_of {self.best_of} can't be streamed: which {self.n} of them are the best is known at the end;"
+                " ask with streaming=False",
+                field="best_of",
+            )
+
+    def largest_ids(self) -> Iterator[tuple[str, int]]:
+        """The largest token id of each field that has any, with the field's name. For parameters that were checked."""
+        if self.stop_token_ids:
+            yield "stop_token_ids", max(self.stop_token_ids)
+        if self.logit_bias:
+            yield "logit_bias", max(self.logit_bias)[0]
+        if self.allowed_token_ids:
+            yield "allowed_token_ids", max(self.allowed_token_ids)
+        if self.bad_token_sequences:
+            yield "bad_token_sequences", max(map(max, self.bad_token_sequences))
 
 
 _INT_RANGES: tuple[tuple[str, int, int], ...] = (
@@ -74,8 +145,8 @@ _INT_RANGES: tuple[tuple[str, int, int], ...] = (
     ("seed", 0, 2**63 - 1),
     ("logprobs", 0, 1024),
     ("prompt_logprobs", 0, 1024),
+    ("best_of", 1, 1024),
 )
-_OPTIONAL = frozenset({"max_tokens", "seed", "logprobs", "prompt_logprobs"})
 _FLOAT_RANGES: tuple[tuple[str, float, float, bool], ...] = (
     ("temperature", 0.0, 100.0, False),
     ("top_p", 0.0, 1.0, True),
@@ -86,23 +157,27 @@ _FLOAT_RANGES: tuple[tuple[str, float, float, bool], ...] = (
 )
 
 
-def _check_int(name: str, value: object, low: int, high: int) -> None:
-    if value is None and name in _OPTIONAL:
-        return
-    if type(value) is not int:
-        raise RequestError(f"{name} must be an integer, not {value!r}", field=name)
-    if not low <= value <= high:
-        raise RequestError(f"{name} must be in [{low}, {high}], not {value}", field=name)
+def _pairs(bias: object) -> object:
+    """Of a mapping too, whose keys JSON makes strings."""
+    if isinstance(bias, Mapping):
+        return tuple((_key(token_id), value) for token_id, value in bias.items())
+    return _tuples(bias)
 
 
-def _check_strings(name: str, values: object) -> None:
-    if not isinstance(values, tuple | list) or any(not isinstance(value, str) or not value for value in values):
-        raise RequestError(f"{name} must be a sequence of non-empty strings, not {values!r}", field=name)
+def _tuples(values: object) -> object:
+    """Without the lists in it; what is no sequence is left to the check."""
+    if isinstance(values, list | tuple) and list in {type(values), *map(type, values)}:
+        return tuple(tuple(value) if isinstance(value, list) else value for value in values)
+    return values
 
 
-def _check_float(name: str, value: object, low: float, high: float, open_low: bool) -> None:
-    if type(value) not in (int, float):
-        raise RequestError(f"{name} must be a number, not {value!r}", field=name)
-    number = float(value)  # type: ignore[arg-type]
-    if not math.isfinite(number) or not low <= number <= high or (open_low and number == low):
-        raise RequestError(f"{name} must be in {'(' if open_low else '['}{low}, {high}], not {value}", field=name)
+def _key(token_id: object) -> object:
+    return int(token_id) if isinstance(token_id, str) and token_id.isascii() and token_id.isdigit() else token_id
+
+
+def _guided(fields: Mapping[str, object]) -> GuidedDecoding:
+    for name in fields:
+        if name not in GuidedDecoding.__struct_fields__:
+            names = ", ".join(GuidedDecoding.__struct_fields__)
+            raise RequestError(f"guided has no field {name!r}; there are: {names}", field="guided")
+    return GuidedDecoding(**fields)  # type: ignore[arg-type]

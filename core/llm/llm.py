@@ -12,7 +12,7 @@ import msgspec
 
 from tllm_core.checks import default_sampling
 from tllm_core.config import Settings, load_settings
-from tllm_core.contracts.messages import GenerationRequest, TokenIds
+from tllm_core.contracts.messages import GenerationRequest, SamplingParams, TokenIds
 from tllm_core.errors import ConfigError, ExecutorClosedError, Overloaded, RequestError
 from tllm_core.executor import GenerationExecutor
 from tllm_core.llm.crowd import Crowd
@@ -26,7 +26,7 @@ from tllm_core.llm.prompts import (
 )
 from tllm_core.plan import OnPhase
 from tllm_core.prompts import Params, is_one_prompt, many_prompts, per_prompt
-from tllm_core.text import Tokenizer, Vocabulary, as_tokenizer, render_chat, sequences_of
+from tllm_core.text import Tokenizer, Vocabulary, as_tokenizer, render_chat, sequences_of, token_sequences
 
 DEFAULT_ENGINE = "tp"
 
@@ -146,10 +146,24 @@ class LLM:
         params.check()
         check_options(options)
         sequences = sequences_of(self._vocabulary, params)
-        # Stop strings are found in the text, here; the engine could not, and would refuse them.
-        sampling = msgspec.structs.replace(params, stop=(), include_stop_str_in_output=False)
-        request = GenerationRequest(prompt_token_ids=ids, sampling=sampling, streaming=streaming, **options)
+        request = GenerationRequest(
+            prompt_token_ids=ids, sampling=self._for_engine(params), streaming=streaming, **options
+        )
         return RequestOutput(self.executor.submit(request), prompt, sequences, has_stops=bool(params.stop))
+
+    def _for_engine(self, params: SamplingParams) -> SamplingParams:
+        """Without what is text: stop strings are found here, and bad words are given as their tokens."""
+        if params.stop and params.sequences > params.n:
+            raise RequestError(
+                "best_of chooses before stop strings are found in the text; use stop_token_ids with it, or none",
+                field="best_of",
+            )
+        runs = params.bad_token_sequences
+        if params.bad_words:
+            runs += token_sequences(self.tokenizer, params.bad_words)
+        return msgspec.structs.replace(
+            params, stop=(), include_stop_str_in_output=False, bad_words=(), bad_token_sequences=runs
+        )
 
     # ---------------------------------------------------------------------------------------------------- generate
 

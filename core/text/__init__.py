@@ -6,6 +6,7 @@ from tllm_core.text.protocol import Message, Tokenizer
 from tllm_core.text.sequence import SequenceText, sequences_of
 from tllm_core.text.stops import Match, StopScanner, StopStrings
 from tllm_core.text.tokenizer import as_tokenizer, load_tokenizer
+from tllm_core.text.words import token_sequences
 
 __all__ = [
     "Detokenizer",
@@ -21,4 +22,5 @@ __all__ = [
     "load_tokenizer",
     "render_chat",
     "sequences_of",
+    "token_sequences",
 ]

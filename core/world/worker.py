@@ -300,7 +300,7 @@ class Worker:
         outbox.requests[client_id] = request_id
         try:
             # Frontends check too, but a value that one of them let through must not become the engine's death.
-            request.sampling.check()
+            request.sampling.check(streaming=request.streaming)
             self._engine.submit(
                 EngineRequest(
                     request_id=request_id,

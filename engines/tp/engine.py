@@ -26,18 +26,20 @@ from tllm_core.contracts.messages import (
     TokenLogprobs,
 )
 from tllm_core.engines.tp.controls import METHODS, Controls
+from tllm_core.engines.tp.guided.guidance import Guidance
 from tllm_core.engines.tp.kv_cache import BlockPool
 from tllm_core.engines.tp.kv_events import KvEventLog
 from tllm_core.engines.tp.logprobs import token_logprobs
 from tllm_core.engines.tp.requests import Intake, LiveRequest
+from tllm_core.engines.tp.rules import nothing_left
 from tllm_core.engines.tp.runner import Runner
-from tllm_core.engines.tp.sampler import FAILED, Sampled, Sampler
+from tllm_core.engines.tp.sampler import EMPTY, Sampled, Sampler
 from tllm_core.engines.tp.scheduler import PromptRows, Scheduled, Scheduler
 from tllm_core.engines.tp.sequence import Sequence
 from tllm_core.engines.tp.spec import TpSettings
 from tllm_core.errors import RequestError
 
-SUPPORTS = frozenset(SamplingParams.__struct_fields__) - {"stop"} | {"cache_salt"}
+SUPPORTS = frozenset(SamplingParams.__struct_fields__) - {"stop", "bad_words", "guided"} | {"cache_salt"}
 """No prefix is shared between requests, so that every salt is honoured."""
 
 _BROKEN = "the model's logits are not finite (NaN or infinity); this request can't go on"
@@ -52,6 +54,7 @@ class TpEngine(Engine):
     _sampler: Sampler
     _intake: Intake
     _controls: Controls | None = None
+    _guidance: Guidance | None = None
 
     def __init__(self, settings: TpSettings) -> None:
         super().__init__(settings)
@@ -74,7 +77,16 @@ class TpEngine(Engine):
             events=events,
         )
         self._controls = Controls(self, runner, self._scheduler, events)
-        self._intake = Intake(self._scheduler, config.vocab_size, config.eos_token_ids, settings.seed)
+        context.phase("reading the vocabulary", None)
+        self._guidance = Guidance(config, context.wake, wanted=settings.guided)
+        self._intake = Intake(
+            self._scheduler,
+            config.vocab_size,
+            config.eos_token_ids,
+            settings.seed,
+            grammar_ends=self._guidance.end_ids,
+            device=runner.device,
+        )
         self._sampler = Sampler(runner.device)
         return EngineInfo(
             model=config.name,
@@ -84,19 +96,21 @@ class TpEngine(Engine):
             max_seq_len=self._scheduler.max_seq_len,
             eos_token_ids=config.eos_token_ids,
             sampling_defaults=dict(config.generation_defaults),
-            supports=SUPPORTS,
+            supports=SUPPORTS | self._guidance.supports,
             controls=tuple(METHODS),
         )
 
     def submit(self, request: EngineRequest) -> None:
         """Raises RequestError, which names the field, for what this model or cache can never serve, and while it sleeps."""
         assert self._controls is not None
+        assert self._guidance is not None
         if self._controls.asleep:
             raise RequestError("the engine sleeps and takes no requests; control('wakeup') ends that")
         live = self._intake.accept(request, time.monotonic())
+        waits = not self._guidance.start(live)
         self._live[request.request_id] = live
-        for sequence in live.sequences:
-            self._scheduler.add(sequence)
+        if not waits:
+            self._begin(live)
 
     def abort(self, request_id: int) -> None:
         live = self._live.pop(request_id, None)
@@ -107,19 +121,20 @@ class TpEngine(Engine):
     def step(self) -> Step:
         """Each running sequence gains a token; prompts get what is left of the step's token budget."""
         began = time.monotonic()
+        outputs, generated = self._begin_compiled(), 0
         scheduled = None if self.paused else self._scheduler.schedule(began)
         if scheduled is None:
             self._sampler.forget()
-            return Step((), False)
+            return Step(outputs, False)
         self._clear_suspects()
         logits = self._runner.execute(scheduled.batch)
         assert logits is not None
-        outputs, generated = self._note_prompts(logits, scheduled.prompt_rows), 0
+        outputs += self._note_prompts(logits, scheduled.prompt_rows)
         if scheduled.sampled:
             wanted = logits if scheduled.sample_rows is None else logits[scheduled.sample_rows]
             sampled = self._sampler.sample(wanted, scheduled.sampled)
             outputs += self._advance_all(scheduled.sampled, sampled, time.monotonic())
-            generated = len(sampled.token_ids) - sampled.token_ids.count(FAILED)
+            generated = sum(token >= 0 for token in sampled.token_ids)
         self._count(scheduled, generated, time.monotonic() - began)
         return Step(outputs, self._scheduler.pending)
 
@@ -153,7 +168,24 @@ class TpEngine(Engine):
         self._live.clear()
         if self._controls is not None:
             self._controls.close()
+        if self._guidance is not None:
+            self._guidance.close()
         self._runner.close()
+
+    def _begin(self, live: LiveRequest) -> None:
+        for sequence in live.sequences:
+            self._scheduler.add(sequence)
+
+    def _begin_compiled(self) -> list[Output]:
+        """Requests whose grammar has been compiled meanwhile begin now, or fail where it can't be."""
+        failed: list[Output] = []
+        assert self._guidance is not None
+        for live, error in self._guidance.compiled(self._live):
+            if error is None:
+                self._begin(live)
+            else:
+                failed.append(self._fail(live, error, "guided"))
+        return failed
 
     # ------------------------------------------------------------------------------------------------- outputs
 
@@ -164,10 +196,13 @@ class TpEngine(Engine):
             live = self._live.get(sequence.request_id)
             if live is None:
                 continue  # it failed in this very step
-            if token == FAILED:
-                outputs.append(self._fail(live))
-            else:
+            if token < 0:
+                outputs.append(self._fail(live, *_words_of(sequence, token)))
+            elif live.ranking is None:
                 outputs.append(self._advance(live, sequence, token, now, entries))
+            else:
+                assert entries is not None
+                outputs += live.ranking.take(self._advance(live, sequence, token, now, entries), entries[0].logprob)
         return outputs
 
     def _advance(
@@ -176,7 +211,7 @@ class TpEngine(Engine):
         sequence.token_ids.append(token)
         length = len(sequence.token_ids)
         output = Output(request_id=live.request_id, token_ids=(token,), index=sequence.index)
-        if logprobs is not None:
+        if logprobs is not None and sequence.sampling.logprobs is not None:
             output.logprobs = (logprobs,)
         if length == sequence.prompt_len + 1:
             if live.first_token_at is None:
@@ -207,11 +242,11 @@ class TpEngine(Engine):
             output.token_ids = ()
             output.logprobs = None
 
-    def _fail(self, live: LiveRequest) -> Output:
+    def _fail(self, live: LiveRequest, message: str = _BROKEN, field: str | None = None) -> Output:
         """Ends one request and nothing else."""
         del self._live[live.request_id]
-        self._drop(live, broken=True)
-        return Output(request_id=live.request_id, error=ErrorReport(_BROKEN))
+        self._drop(live, broken=message is _BROKEN)
+        return Output(request_id=live.request_id, error=ErrorReport(message, field))
 
     def _drop(self, live: LiveRequest, *, broken: bool = False) -> None:
         for sequence in live.sequences:
@@ -242,3 +277,13 @@ class TpEngine(Engine):
         self._prefill_tokens += scheduled.prompt_tokens
         self._decode_tokens += scheduled.batch.num_decodes
         stats.last_step_s = took_s
+
+
+def _words_of(sequence: Sequence, token: int) -> tuple[str, str | None]:
+    """Why a sequence has no token: the message, and the field that is to blame."""
+    guide = None if sequence.rules is None else sequence.rules.guide
+    if guide is not None and guide.error is not None:
+        return f"the grammar can't go on: {guide.error}", "guided"
+    if token == EMPTY:
+        return nothing_left(sequence.sampling, sequence.generated) or _BROKEN, None
+    return _BROKEN, None

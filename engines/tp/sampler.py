@@ -1,7 +1,8 @@
 """From logits to tokens, a whole batch at a time.
 
-Order, as in the field: min_tokens (its stop ids can't come), penalties, temperature, min-p and top-k, top-p, draw. Greedy rows
-take the largest of the penalised logits; where all are plain greedy, nothing else is computed.
+Order, as in the field: what may come (biases, allowed tokens, grammars, bad words, and stop ids before min_tokens),
+penalties, temperature, min-p and top-k, top-p, draw. Greedy rows take the largest of the penalised logits; where all are
+plain greedy, nothing else is computed.
 """
 
 import math
@@ -11,16 +12,20 @@ import torch
 
 from tllm_core.contracts.messages import TokenLogprobs
 from tllm_core.engines.tp.draws import Draws, Workspace
+from tllm_core.engines.tp.guided.masks import GuidedRows
 from tllm_core.engines.tp.logprobs import token_logprobs
+from tllm_core.engines.tp.offsets import OffsetRows
 from tllm_core.engines.tp.penalties import Penalties, is_penalised
 from tllm_core.engines.tp.sequence import Sequence
 
 FAILED = -1
 """In place of a token where a row of logits has no finite maximum, or any NaN."""
+EMPTY = -2
+"""In place of a token where what the request allows leaves none."""
 
 
 class Sampled(NamedTuple):
-    """One token per row, or FAILED; and its logprobs, where any row wants them."""
+    """One token per row, or FAILED or EMPTY; and its logprobs, where any row wants them or is ranked by them."""
 
     token_ids: list[int]
     logprobs: list[TokenLogprobs | None] | None
@@ -36,7 +41,7 @@ class Sampler:
         self._rows = _Rows([], 0, device)
 
     def sample(self, logits: torch.Tensor, sequences: list[Sequence]) -> Sampled:
-        """logits: float32 [rows, vocab], row by row those of `sequences`; what is in them afterwards is undefined.
+        """logits: float32 [rows, vocab], row by row those of `sequences`, which are changed.
 
         Each sequence must get its token appended before the next call, or not come again.
         """
@@ -44,13 +49,16 @@ class Sampler:
         if rows.steps_left == 0 or sequences != self._sequences:
             rows = self._rows = _Rows(sequences, logits.shape[1], self._device)
             self._sequences = sequences
-        adjusted = rows.adjust(logits)
-        best, tokens = largest(adjusted)
+        raw = rows.raw(logits)
+        rows.adjust(logits)
+        best, tokens = largest(logits)
         if rows.draws is not None:
-            tokens = rows.draws.into(tokens, adjusted, best, self._workspace)
-        tokens = torch.where(torch.isfinite(best), tokens, FAILED)
+            tokens = rows.draws.into(tokens, logits, best, self._workspace)
+        tokens = torch.where(torch.isfinite(best), tokens, rows.failures(best))
         rows.advance(tokens)
-        return Sampled(tokens.tolist(), rows.logprobs(logits, tokens))
+        sampled = Sampled(tokens.tolist(), None if raw is None else rows.logprobs(raw, tokens))
+        rows.follow(sampled)
+        return sampled
 
     def forget(self) -> None:
         """Lets go of the last batch's sequences."""
@@ -72,18 +80,20 @@ def largest(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 class _Rows:
-    """What a batch's sequences ask for, by row; each part is None where nobody does.
+    """What a batch's sequences ask for, by row; each part is None, or has no rows, where nobody does.
 
     steps_left: for how many steps it holds, -1 = as long as the sequences stay.
     """
 
     def __init__(self, sequences: list[Sequence], vocab: int, device: torch.device) -> None:
         params = [sequence.sampling for sequence in sequences]
-        self._logprob_rows = [row for row, sampling in enumerate(params) if sampling.logprobs is not None]
-        self._tops = [params[row].logprobs or 0 for row in self._logprob_rows]
+        self._device = device
+        self._told = [row for row, p in enumerate(params) if p.logprobs is not None or p.sequences > p.n]
+        self._tops = [params[row].logprobs or 0 for row in self._told]
         self._penalties: Penalties | None = None
         self.draws: Draws | None = None
         self._held, self.steps_left = _held_back(sequences, device)
+        self._take_rules(sequences, vocab)
         if penalised := [row for row, sampling in enumerate(params) if is_penalised(sampling)]:
             self._penalties = Penalties(penalised, sequences, vocab, device)
             self.steps_left = (
@@ -92,17 +102,49 @@ class _Rows:
         if drawn := [row for row, sampling in enumerate(params) if sampling.temperature > 0]:
             self.draws = Draws(drawn, sequences, device)
 
-    def adjust(self, logits: torch.Tensor) -> torch.Tensor:
-        """The logits with what may not come masked, and penalised; the raw ones stay where logprobs need them."""
-        if self._held is None and self._penalties is None:
-            return logits
-        if self._logprob_rows:
-            logits = logits.clone()
+    def _take_rules(self, sequences: list[Sequence], vocab: int) -> None:
+        ruled = [(row, sequence.rules) for row, sequence in enumerate(sequences) if sequence.rules is not None]
+        offsets = [(row, rules.offsets) for row, rules in ruled if rules.offsets is not None]
+        guides = [(row, rules.guide) for row, rules in ruled if rules.guide is not None]
+        self._offsets = OffsetRows(offsets) if offsets else None
+        self._guided = GuidedRows(guides, vocab, self._device) if guides else None
+        self._bad = [(row, rules.bad, sequences[row]) for row, rules in ruled if rules.bad is not None]
+        self._adjusts = bool(ruled) or self._held is not None
+
+    def raw(self, logits: torch.Tensor) -> torch.Tensor | None:
+        """The logits of the rows whose logprobs are told, as they are before anything is done to them."""
+        rows = self._told
+        if not rows:
+            return None
+        if len(rows) < len(logits):
+            return logits[rows]
+        return logits.clone() if self._adjusts or self._penalties is not None else logits
+
+    def adjust(self, logits: torch.Tensor) -> None:
+        """Excludes what may not come, and penalises, in place."""
+        if self._offsets is not None:
+            self._offsets.add_to(logits)
+        if self._guided is not None:
+            self._guided.add_to(logits)
+        if self._bad:
+            self._exclude(
+                logits, [(row, token) for row, bad, s in self._bad for token in bad.banned(s.token_ids, s.prompt_len)]
+            )
         if self._held is not None:
-            logits[self._held[0], self._held[1]] = -math.inf
+            logits[self._held[0], self._held[1]] += -math.inf
         if self._penalties is not None:
             self._penalties.apply(logits)
-        return logits
+
+    def _exclude(self, logits: torch.Tensor, pairs: list[tuple[int, int]]) -> None:
+        if pairs:
+            rows, tokens = torch.tensor(pairs, device=self._device).T
+            logits[rows, tokens] += -math.inf  # added, so that NaN is still seen
+
+    def failures(self, best: torch.Tensor) -> torch.Tensor | int:
+        """What stands for a token in rows without any: [rows], or one for all. best: [rows] the largest of each row."""
+        if not self._adjusts:
+            return FAILED
+        return torch.where(best == -math.inf, EMPTY, FAILED)
 
     def advance(self, tokens: torch.Tensor) -> None:
         """Counts the tokens that were sampled."""
@@ -112,15 +154,17 @@ class _Rows:
         if self.draws is not None:
             self.draws.advance()
 
-    def logprobs(self, logits: torch.Tensor, tokens: torch.Tensor) -> list[TokenLogprobs | None] | None:
-        rows = self._logprob_rows
-        if not rows:
-            return None
-        found: list[TokenLogprobs | None] = [None] * len(logits)
-        tokens = tokens.clamp(min=0)
-        if len(rows) < len(logits):
-            logits, tokens = logits[rows], tokens[rows]
-        for row, entries in zip(rows, token_logprobs(logits, tokens, self._tops), strict=True):
+    def follow(self, sampled: Sampled) -> None:
+        """Moves the grammars on."""
+        if self._guided is not None:
+            self._guided.follow(sampled.token_ids)
+
+    def logprobs(self, raw: torch.Tensor, tokens: torch.Tensor) -> list[TokenLogprobs | None]:
+        found: list[TokenLogprobs | None] = [None] * len(tokens)
+        rows, tokens = self._told, tokens.clamp(min=0)
+        if len(rows) < len(tokens):
+            tokens = tokens[rows]
+        for row, entries in zip(rows, token_logprobs(raw, tokens, self._tops), strict=True):
             found[row] = entries
         return found
 

@@ -1,8 +1,14 @@
 """One sequence of one request while the engine owes something for it."""
 
+from __future__ import annotations
+
 from array import array
+from typing import TYPE_CHECKING
 
 from tllm_core.contracts.messages import SamplingParams, TokenIds, TokenLogprobs
+
+if TYPE_CHECKING:
+    from tllm_core.engines.tp.rules import Rules
 
 Order = tuple[int, int, int]
 """(priority, arrival, index): what is smaller is more important."""
@@ -14,6 +20,7 @@ class Sequence:
     token_ids: prompt, then what was generated. computed: how many of them have their keys and values in the cache, or
     will have once the step that is scheduled has run. blocks: of the cache, in order. max_len: of `token_ids` at most.
     min_len: below it nothing in `stop_ids` may come or end the sequence. seed, index: key of its random numbers.
+    rules: which tokens it may have, None = all as they come.
     prompt_row: the first prompt token whose row of logits is still wanted, for prompt logprobs; None = none is.
     """
 
@@ -30,6 +37,7 @@ class Sequence:
         "prompt_logprobs",
         "prompt_row",
         "request_id",
+        "rules",
         "sampling",
         "seed",
         "stop_ids",
@@ -46,6 +54,7 @@ class Sequence:
         seed: int = 0,
         stop_ids: frozenset[int] = frozenset(),
         request_id: int = 0,
+        rules: Rules | None = None,
     ) -> None:
         self.token_ids = array("i", prompt.view.tobytes())
         self.prompt_len = len(self.token_ids)
@@ -54,7 +63,7 @@ class Sequence:
         self.order, self.index = order, order[2]
         self.max_len, self.min_len = max_len, self.prompt_len + sampling.min_tokens
         self.sampling, self.seed, self.stop_ids = sampling, seed, stop_ids
-        self.request_id = request_id
+        self.request_id, self.rules = request_id, rules
         # They come once per request, with its first sequence.
         self.prompt_row = 0 if sampling.prompt_logprobs is not None and self.index == 0 else None
         self.prompt_logprobs: list[TokenLogprobs] | None = None if self.prompt_row is None else [()]

@@ -27,6 +27,8 @@ class TpSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     are loaded, of which `memory_fraction` is taken: None = 0.85 of a GPU's; 0.25 of the host's, but at most 4 GiB.
     kv_events: how many of the last events of the KV cache are kept for `executor.kv_events()`; 0 = none.
     seed: makes requests without a seed of their own repeatable from start to start; None = drawn.
+    guided: whether requests may ask for guided decoding, where llguidance is installed and the model has a tokenizer;
+    reading its vocabulary takes half a second per 50,000 tokens at the start.
     """
 
     model: str = "smollm2-135m"
@@ -44,6 +46,7 @@ class TpSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     memory_fraction: float | None = None
     kv_events: int = 8192
     seed: int | None = None
+    guided: bool = True
 
     def __post_init__(self) -> None:
         """Raises ConfigError, which names the setting, for values that can't work."""

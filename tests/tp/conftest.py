@@ -1,9 +1,11 @@
 """A tiny Llama with random weights, the same in every test."""
 
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM
 
 VOCAB, EOS, LIMIT = 320, 2, 256
@@ -26,4 +28,24 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
     torch.manual_seed(0)
     LlamaForCausalLM(config).save_pretrained(directory)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def text_model_dir(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same model with a byte-level tokenizer of its size, whose last token is its end."""
+    directory = tmp_path_factory.mktemp("text") / "model"
+    shutil.copytree(model_dir, directory)
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCAB,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        special_tokens=["<pad>", "<s>", "</s>"],
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(['{"name": "yes", "count": 12, "true": false, "no": [maybe]} '] * 9, trainer)
+    tokenizer.enable_truncation(4)  # some are saved so, and grammars must not care
+    tokenizer.save(str(directory / "tokenizer.json"))
     return directory

@@ -607,3 +607,43 @@ def test_random_traffic_of_all_kinds_leaves_nothing_behind(model_dir: Path) -> N
 def test_settings_that_cannot_work_are_named(setting: dict, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         TpSettings(**setting)
+
+
+# ------------------------------------------------------------------------------------------------------- best_of
+
+
+def test_best_of_returns_the_likeliest_of_the_same_sequences(bench: Bench) -> None:
+    prompt, fields = prompts(9)[0], {"temperature": 1.0, "seed": 4, "max_tokens": 12, "logprobs": 1, "ignore_eos": True}
+    every = bench.submit(prompt, n=6, **fields)
+    bench.drain()
+    scores = {
+        tuple(got.token_ids): sum(entries[0].logprob for entries in got.logprobs) for got in bench.received[every]
+    }
+    best = bench.submit(prompt, n=2, best_of=6, prompt_logprobs=0, **fields)
+    steps = 0
+    while best in bench.open:
+        outputs = bench.step()
+        steps += 1
+        assert not outputs or best not in bench.open, "which are the best is not known before the end"
+    assert steps > 10
+    ranked = sorted(scores, key=scores.__getitem__, reverse=True)
+    assert [tuple(got.token_ids) for got in bench.received[best]] == ranked[:2]
+    assert all(len(got.logprobs) == 12 for got in bench.received[best])
+    assert len(bench.received[best][0].prompt_logprobs or ()) == 9
+    assert bench.received[best][1].prompt_logprobs is None
+    bench.drain()
+
+
+def test_best_of_without_logprobs_shows_none_and_can_be_aborted(bench: Bench) -> None:
+    request_id = bench.submit(prompts(4)[0], best_of=3, temperature=1.0, seed=1, max_tokens=5, ignore_eos=True)
+    bench.drain()
+    (got,) = bench.received[request_id]
+    assert len(got.token_ids) == 5
+    assert got.logprobs == []
+    assert got.metrics is not None
+    assert got.metrics.generated_tokens == 15
+    request_id = bench.submit(prompts(4)[0], best_of=3, temperature=1.0, max_tokens=50, ignore_eos=True)
+    for _ in range(3):
+        bench.step()
+    bench.abort(request_id)
+    bench.drain()

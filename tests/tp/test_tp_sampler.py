@@ -11,7 +11,8 @@ import torch
 
 from tllm_core.contracts.messages import SamplingParams, TokenIds
 from tllm_core.engines.tp.random import philox, uniforms
-from tllm_core.engines.tp.sampler import FAILED, Sampler, largest
+from tllm_core.engines.tp.rules import Rules
+from tllm_core.engines.tp.sampler import EMPTY, FAILED, Sampler, largest
 from tllm_core.engines.tp.sequence import Sequence
 
 CPU = torch.device("cpu")
@@ -23,14 +24,19 @@ def _inference() -> Iterator[None]:
         yield
 
 
-def make(prompt: list[int], *, seed: int = 0, index: int = 0, stop: tuple[int, ...] = (), **params) -> Sequence:
+def make(
+    prompt: list[int], *, seed: int = 0, index: int = 0, stop: tuple[int, ...] = (), vocab: int = 128, **params
+) -> Sequence:
+    sampling = SamplingParams(**params)
+    sampling.check()
     return Sequence(
         TokenIds.of(prompt),
-        SamplingParams(**params),
+        sampling,
         order=(0, 0, index),
         max_len=10_000,
         seed=seed,
         stop_ids=frozenset(stop),
+        rules=Rules.of(sampling, vocab, CPU),
     )
 
 
@@ -43,6 +49,13 @@ def reference(logits: torch.Tensor, sequence: Sequence) -> int:
     """One row, straight from the definitions, in Python floats."""
     params, x = sequence.sampling, [float(value) for value in logits]
     output = sequence.token_ids[sequence.prompt_len :].tolist()
+    for token, bias in params.logit_bias:
+        x[token] += float(np.float32(bias))
+    if params.allowed_token_ids is not None:
+        x = [value if token in params.allowed_token_ids else -math.inf for token, value in enumerate(x)]
+    for run in params.bad_token_sequences:
+        if output[len(output) - len(run) + 1 :] == list(run[:-1]):
+            x[run[-1]] = -math.inf
     if len(output) < params.min_tokens:
         for token in sequence.stop_ids:
             x[token] = -math.inf
@@ -50,6 +63,8 @@ def reference(logits: torch.Tensor, sequence: Sequence) -> int:
         x[token] = x[token] / params.repetition_penalty if x[token] > 0 else x[token] * params.repetition_penalty
     for token in set(output):
         x[token] -= params.frequency_penalty * output.count(token) + params.presence_penalty
+    if max(x) == -math.inf:
+        return EMPTY
     if params.temperature == 0:
         return x.index(max(x))
     best = max(x)
@@ -75,8 +90,11 @@ def reference(logits: torch.Tensor, sequence: Sequence) -> int:
     raise AssertionError("the reference found no token")
 
 
-def some_params(pick: random.Random) -> dict:
+def some_params(pick: random.Random, vocab: int) -> dict:
     """Any mixture of options, each off half of the time."""
+    few = [pick.randrange(vocab) for _ in range(4)]
+    allowed = pick.sample(range(vocab), pick.choice([3, vocab // 2]))
+    biased = pick.sample(range(vocab), pick.choice([1, 5, min(vocab, 700)]))
     options = {
         "temperature": pick.choice([0.0, 0.3, 0.7, 1.0, 1.5]),
         "top_k": pick.choice([0, 1, 5, 40, 5000]),
@@ -86,6 +104,11 @@ def some_params(pick: random.Random) -> dict:
         "presence_penalty": pick.choice([0.0, 1.5, -0.5]),
         "frequency_penalty": pick.choice([0.0, 0.8, -0.3]),
         "min_tokens": pick.choice([0, 2, 5]),
+        "allowed_token_ids": allowed,
+        "logit_bias": {token: pick.choice([-100, -1.5, 0, 3.25, 8]) for token in biased},
+        # Of few different tokens, so that runs do come about.
+        "bad_token_sequences": [[pick.choice(few) for _ in range(pick.randint(1, 3))] for _ in range(5)]
+        + [[a, b] for a in allowed[:3] for b in allowed[:3] if pick.random() < 0.5],
     }
     return {name: value for name, value in options.items() if pick.random() < 0.5 or name == "temperature"}
 
@@ -93,7 +116,9 @@ def some_params(pick: random.Random) -> dict:
 def some_sequence(pick: random.Random, vocab: int) -> Sequence:
     prompt = [pick.randrange(vocab) for _ in range(pick.randint(1, 30))]
     stop = tuple(pick.randrange(vocab) for _ in range(pick.randint(0, 2)))
-    return make(prompt, seed=pick.getrandbits(63), index=pick.randrange(3), stop=stop, **some_params(pick))
+    return make(
+        prompt, seed=pick.getrandbits(63), index=pick.randrange(3), stop=stop, vocab=vocab, **some_params(pick, vocab)
+    )
 
 
 def logits_for(sequence: Sequence, vocab: int) -> torch.Tensor:
@@ -105,7 +130,7 @@ def logits_for(sequence: Sequence, vocab: int) -> torch.Tensor:
 def step(sampler: Sampler, sequences: list[Sequence], vocab: int) -> list[int]:
     tokens = sampler.sample(torch.stack([logits_for(s, vocab) for s in sequences]), list(sequences)).token_ids
     for sequence, token in zip(sequences, tokens, strict=True):
-        sequence.token_ids.append(token)
+        sequence.token_ids.append(max(token, 0))
     return tokens
 
 
@@ -140,6 +165,9 @@ def test_every_row_of_a_mixed_batch_equals_the_naive_reference(vocab: int) -> No
         for _ in range(7):
             expected = [reference(logits_for(s, vocab), s) for s in sequences]
             assert step(sampler, sequences, vocab) == expected
+            sequences = [s for s, token in zip(sequences, expected, strict=True) if token >= 0]
+            if not sequences:
+                break
 
 
 @pytest.mark.parametrize("vocab", [997, 6400])
@@ -149,7 +177,7 @@ def test_a_rows_tokens_do_not_depend_on_neighbours_order_or_preemption(vocab: in
     alone: list[list[int]] = []
     for sequence in watched:
         sampler, mine = Sampler(CPU), copy_of(sequence)
-        alone.append([step(sampler, [mine], vocab)[0] for _ in range(20)])
+        alone.append([max(step(sampler, [mine], vocab)[0], 0) for _ in range(20)])
     sampler, present = Sampler(CPU), list(watched)
     while present:
         company = [some_sequence(pick, vocab) for _ in range(pick.randint(0, 3))]
@@ -171,6 +199,7 @@ def copy_of(sequence: Sequence) -> Sequence:
         max_len=sequence.max_len,
         seed=sequence.seed,
         stop_ids=sequence.stop_ids,
+        rules=sequence.rules,
     )
 
 
@@ -214,7 +243,17 @@ def test_tiny_and_huge_temperatures_stay_finite() -> None:
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
-@pytest.mark.parametrize("params", [{}, {"temperature": 1.0, "top_p": 0.9, "top_k": 3}, {"repetition_penalty": 2.0}])
+@pytest.mark.parametrize(
+    "params",
+    [
+        {},
+        {"temperature": 1.0, "top_p": 0.9, "top_k": 3},
+        {"repetition_penalty": 2.0},
+        {"logit_bias": {100: 5.0}},
+        {"allowed_token_ids": tuple(range(100))},
+        {"bad_token_sequences": ((100,),)},
+    ],
+)
 def test_a_broken_row_fails_alone(bad: float, params: dict) -> None:
     logits = torch.randn(3, 128, generator=torch.Generator().manual_seed(0))
     good = Sampler(CPU).sample(logits.clone(), [make([1], seed=at, **params) for at in range(3)]).token_ids
@@ -300,11 +339,47 @@ def test_largest_is_the_first_of_the_largest(vocab: int) -> None:
     assert largest(logits)[0].isnan().nonzero().flatten().tolist() == [3]
 
 
-def test_raw_logits_are_kept_where_logprobs_need_them() -> None:
-    logits = torch.randn(1, 128, generator=torch.Generator().manual_seed(9))
-    before = logits.clone()
-    Sampler(CPU).sample(logits, [make([1, 2], logprobs=1, repetition_penalty=1.5, min_tokens=3, stop=(5,))])
-    assert torch.equal(logits, before)
+@pytest.mark.parametrize("alone", [True, False])
+def test_logprobs_are_raw_whatever_is_done_to_the_logits(alone: bool) -> None:
+    logits = torch.randn(1 if alone else 2, 128, generator=torch.Generator().manual_seed(9))
+    raw = torch.log_softmax(logits, -1)[0]
+    ruled = make([1, 2], logprobs=2, repetition_penalty=1.5, min_tokens=3, stop=(5,), logit_bias={7: 50.0})
+    (entries, *_) = Sampler(CPU).sample(logits, [ruled] if alone else [ruled, make([1])]).logprobs or [None]
+    assert entries is not None
+    assert entries[0].token_id == 7
+    assert entries[0].logprob == pytest.approx(float(raw[7]))
+    assert [entry.token_id for entry in entries[1:]] == raw.topk(2).indices.tolist()
+
+
+def test_ranked_sequences_get_their_tokens_logprobs() -> None:
+    logits = torch.randn(2, 128, generator=torch.Generator().manual_seed(9))
+    raw = torch.log_softmax(logits, -1)
+    tokens, logprobs = Sampler(CPU).sample(logits, [make([1]), make([1], best_of=2)])
+    assert logprobs is not None
+    assert logprobs[0] is None
+    assert logprobs[1] is not None
+    assert logprobs[1][0].logprob == pytest.approx(float(raw[1, tokens[1]]))
+
+
+def test_a_row_whose_rules_leave_nothing_is_empty_and_others_are_not() -> None:
+    logits = torch.zeros(3, 128)
+    nothing = make([1], allowed_token_ids=[4, 5], bad_token_sequences=[[4], [5]])
+    assert Sampler(CPU).sample(logits, [make([1]), nothing, make([1])]).token_ids == [0, EMPTY, 0]
+
+
+def test_min_tokens_keeps_stop_ids_out_even_where_nothing_else_is_allowed() -> None:
+    sequence = make([1], allowed_token_ids=[4], stop=(4,), min_tokens=1)
+    assert Sampler(CPU).sample(torch.zeros(1, 128), [sequence]).token_ids == [EMPTY]
+
+
+def test_bad_sequences_count_what_was_generated_alone() -> None:
+    sampler, logits = Sampler(CPU), torch.zeros(1, 64)
+    logits[0, 3], logits[0, 2] = 2.0, 1.0
+    sequence, tokens = make([3, 3], bad_token_sequences=[[3, 3, 3], [2, 3]]), []
+    for _ in range(5):
+        tokens += sampler.sample(logits.clone(), [sequence]).token_ids
+        sequence.token_ids.append(tokens[-1])
+    assert tokens == [3, 3, 2, 2, 2]
 
 
 def test_token_ids_stay_appendable_after_sampling() -> None:

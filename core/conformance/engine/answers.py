@@ -101,7 +101,7 @@ class Answer(Struct, eq=False):
             assert count == wanted, f"{who} ended with 'length' after {count} tokens, and {wanted} were asked for"
             assert end.stop_reason is None, f"{who} ended with 'length' and stop_reason {end.stop_reason!r}"
             return
-        own_end = bool(info.eos_token_ids) and not sampling.ignore_eos
+        own_end = sampling.guided is not None or (bool(info.eos_token_ids) and not sampling.ignore_eos)
         assert own_end or sampling.stop_token_ids, f"{who} ended with 'stop', and nothing could have stopped it"
         assert end.stop_reason is None or end.stop_reason in sampling.stop_token_ids, (
             f"{who}: stop_reason {end.stop_reason!r} is none of stop_token_ids {sampling.stop_token_ids}"
@@ -151,6 +151,8 @@ def check_metrics(metrics: RequestMetrics, answer: Answer) -> None:
     assert metrics.prompt_tokens in (0, prompt), f"{who} have {metrics.prompt_tokens} prompt tokens, not {prompt}"
     # Of a sequence that stopped, the token that did it may be kept back.
     most = delivered + answer.reasons().count("stop")
+    if answer.sampling.sequences > answer.sampling.n:  # those that were not chosen count too
+        most = metrics.generated_tokens
     assert metrics.generated_tokens == 0 or delivered <= metrics.generated_tokens <= most, (
         f"{who} have {metrics.generated_tokens} generated tokens, and {delivered} were delivered"
     )

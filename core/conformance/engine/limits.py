@@ -29,8 +29,16 @@ CHANGED: dict[str, Any] = {
     "ignore_eos": True,
     "logprobs": 1,
     "prompt_logprobs": 1,
+    "logit_bias": {0: 0.5},
+    "allowed_token_ids": tuple(range(8)),
+    "bad_words": ("x",),
+    "bad_token_sequences": ((0, 0, 0),),
+    "best_of": 2,
+    "guided": {"regex": "[a-z ]*"},
 }
 """One value other than the default for each sampling field that an engine may not support."""
+TEXT = frozenset({"stop", "bad_words"})
+"""What is text, and taken by `LLM` for engines that know tokens alone."""
 FIELDS: dict[str, Any] = {"cache_salt": "salt", "extra": {"tllm_conformance": 1}}
 """The same of requests."""
 
@@ -65,9 +73,11 @@ class LimitCases(EngineSuite):
         """
         driven = self.driven()
         prompt = self.prompts_for(driven.info)[0]
-        changed = {name: CHANGED[name] for name in sorted(CHANGED.keys() & driven.info.supports - {"stop"})}
+        changed = {name: CHANGED[name] for name in sorted(CHANGED.keys() & driven.info.supports - TEXT)}
         each = [driven.sampling(self.max_tokens, **{name: value}) for name, value in changed.items()]
-        driven.ask((prompt, sampling) for sampling in [*each, driven.sampling(self.max_tokens, **changed)])
+        # A grammar and allowed_token_ids may leave nothing to choose.
+        together = {name: value for name, value in changed.items() if name != "guided"}
+        driven.ask((prompt, sampling) for sampling in [*each, driven.sampling(self.max_tokens, **together)])
         hints: dict[str, Any] = {"priority": -3, "trace_context": {"traceparent": "00-1-2-01"}}
         if driven.supports("cache_salt"):
             hints["cache_salt"] = "salt"
