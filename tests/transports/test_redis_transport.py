@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -396,17 +397,49 @@ def test_an_old_server_is_refused_with_its_version() -> None:
         check_server(Old(), "redis://somewhere", 1 << 20)  # type: ignore[arg-type]
 
 
-def test_an_unreachable_server_is_an_error_at_once() -> None:
+def test_an_unreachable_server_is_an_error_that_names_it_once_the_connect_timeout_is_over() -> None:
     address = EngineAddress(
         transport="redis", engine="model", generation=1, endpoints={"redis": "redis://127.0.0.1:1/0"}
     )
     started = time.monotonic()
     with pytest.raises(TransportError, match=r"redis://127\.0\.0\.1:1/0.*is it running"):
-        transport("redis://127.0.0.1:1").listen("model", 1)
+        transport("redis://127.0.0.1:1", connect_timeout_s=0.5).listen("model", 1)
     with pytest.raises(TransportError, match="is it running"):
-        RedisTransport(RedisSettings()).connect(address, new_peer())
+        RedisTransport(RedisSettings(connect_timeout_s=0.5)).connect(address, new_peer())
+    assert time.monotonic() - started >= 0.5
     RedisTransport(RedisSettings()).discard(address)
     assert time.monotonic() - started < 5.0
+
+
+def test_a_server_that_still_loads_what_it_saved_is_waited_for(redis_server: MakeServer, tmp_path: Path) -> None:
+    # Loading takes 2 s: each key 40 ms, and commands are answered between any two of them.
+    slow = ("--key-load-delay", "40000", "--loading-process-events-interval-bytes", "1024", "--dir", str(tmp_path))
+    with redis_server(*slow) as server, looking_at(server.url) as client:
+        port = transport(server.url).listen("model", 1)
+        for number in range(50):
+            client.set(f"key-{number}", secrets.token_bytes(2048))
+        client.save()
+        server.kill()
+        with ThreadPoolExecutor(2) as pool:
+            restarting = pool.submit(server.restart)
+            until(lambda: is_loading(server.url))
+            frontend = transport(server.url, connect_timeout_s=PATIENCE_S).connect(port.address, new_peer())
+            restarting.result()
+        frontend.send([b"in"])
+        assert received(port, 1) == [b"in"]
+        frontend.close()
+        port.close()
+
+
+def is_loading(url: str) -> bool:
+    try:
+        with looking_at(url) as client:
+            client.execute_command("PING")
+    except redis.exceptions.BusyLoadingError:
+        return True
+    except redis.ConnectionError:  # it does not listen yet
+        return False
+    raise AssertionError("it has loaded before anybody looked")
 
 
 def test_a_frozen_server_is_an_error_within_the_connect_timeout(server: BrokerProcess) -> None:

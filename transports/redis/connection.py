@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import socket
+import ssl
+import time
 from collections.abc import Sequence
 from typing import Any, TypeAlias
 from urllib.parse import parse_qs, urlsplit
@@ -16,6 +18,7 @@ from redis.backoff import NoBackoff
 from redis.connection import ConnectionPool, parse_url
 from redis.exceptions import (
     AuthenticationError,
+    AuthorizationError,
     NoPermissionError,
     OutOfMemoryError,
     ReadOnlyError,
@@ -46,6 +49,10 @@ class Connection:
     def open(self, answer_timeout_s: float) -> None:
         """Connects and logs in; from then on, an answer may take that long."""
         self._link.connect()
+        self.allow(answer_timeout_s)
+
+    def allow(self, answer_timeout_s: float) -> None:
+        """From now on, an answer may take that long."""
         self._link._sock.settimeout(answer_timeout_s)
 
     def run(self, commands: Sequence[Command]) -> list[Any]:
@@ -117,6 +124,30 @@ class Dialer:
             raise
         return connection
 
+    def dial_patiently(self) -> Connection:
+        """As `dial`, to a server that may be starting just now: one that is not there, or still loads what it had saved, is
+        tried again until `connect_timeout_s` is over. Raises one of LOST."""
+        settings = self._settings
+        deadline = time.monotonic() + settings.connect_timeout_s
+        while True:
+            try:
+                return self._dial_served(deadline - time.monotonic())
+            except LOST as error:
+                if not _may_pass(error) or time.monotonic() + settings.reconnect_s >= deadline:
+                    raise
+            time.sleep(settings.reconnect_s)  # there is nothing to wait for that tells when a server listens
+
+    def _dial_served(self, at_most_s: float) -> Connection:
+        """Once commands are served: a server that loads takes connections, too."""
+        connection = self.dial(at_most_s=max(at_most_s, self._settings.reconnect_s))
+        try:
+            connection.call("PING")
+            connection.allow(self._settings.answer_timeout_s)
+        except BaseException:
+            connection.close()
+            raise
+        return connection
+
     def refusal(self, error: BaseException) -> TransportError:
         """What people read when the server can't be used."""
         if isinstance(error, AuthenticationError):
@@ -128,6 +159,13 @@ class Dialer:
         else:
             advice = "; is it running, and is transport.redis.url right?"
         return TransportError(f"the redis server {self.where} can't be used: {in_words(error)}{advice}")
+
+
+def _may_pass(error: BaseException) -> bool:
+    """Whether the same may go well a moment later: nobody listens, nobody answers, or the server still loads."""
+    if isinstance(error, AuthenticationError | AuthorizationError | ResponseError):
+        return False
+    return not isinstance(error.__cause__ or error.__context__, ssl.SSLError)
 
 
 def in_words(error: BaseException) -> str:

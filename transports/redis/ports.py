@@ -296,7 +296,7 @@ class RedisFrontendPort(_StreamPort, FrontendPort):
 
     def open(self) -> None:
         """Connects. Raises one of LOST."""
-        connection = self._dialer.dial()
+        connection = self._dialer.dial_patiently()
         try:
             self._start(connection)
         except BaseException:

@@ -28,7 +28,8 @@ SCANNED = 1000
 
 
 class RedisTransport(Transport):
-    """Streams at a server that both sides reach. `listen` and `connect` raise at once what is wrong with the server."""
+    """Streams at a server that both sides reach. `listen` and `connect` wait `connect_timeout_s` for a server that starts, and
+    raise at once what else is wrong with it."""
 
     name: ClassVar[str] = "redis"
     settings_type: ClassVar[type[Struct]] = RedisSettings
@@ -49,7 +50,7 @@ class RedisTransport(Transport):
         claim = Claim(keys, settings.ttl_ms)
         connection: Connection | None = None
         try:
-            connection = dialer.dial()
+            connection = dialer.dial_patiently()
             check_server(connection, dialer.where, settings.max_frame_bytes)
             claim.take(connection)
             port = RedisEnginePort(settings, dialer, keys, claim)
