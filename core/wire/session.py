@@ -52,7 +52,10 @@ PEER_SIZE: Final = 16
 
 
 class Session:
-    """One open session: its lane, its seals and its port's `send`. Everything but `is_genuine` needs the link's lock."""
+    """One open session: its lane, its seals and its port's `send`. Everything but `is_genuine` needs the link's lock.
+
+    sign: what its own beats carry.
+    """
 
     __slots__ = (
         "_assembly",
@@ -62,6 +65,7 @@ class Session:
         "_inward",
         "_outward",
         "_send",
+        "_sign",
         "broken",
         "lane",
         "number",
@@ -69,14 +73,21 @@ class Session:
     )
 
     def __init__(
-        self, number: int, send: Send, terms: Terms, *, down: bool, settings: WireSettings | None = None
+        self,
+        number: int,
+        send: Send,
+        terms: Terms,
+        *,
+        down: bool,
+        settings: WireSettings | None = None,
+        sign: tuple[Any, ...] = (),
     ) -> None:
         self.number, self.terms = number, terms
         self.lane = Lane(settings or terms.settings, terms.counters, reliable=terms.reliable, room=terms.room())
         self.broken: str | None = None
         self._assembly = Assembly(terms.settings.max_message_bytes)
         self._outward, self._inward = terms.seal(number, down=down), terms.seal(number, down=not down)
-        self._send, self._counters = send, terms.counters
+        self._send, self._counters, self._sign = send, terms.counters, sign
         self._beat_at, self._beats = float("-inf"), 0
 
     def is_genuine(self, frame: Frame) -> bool:
@@ -106,7 +117,7 @@ class Session:
             self._put(now, ACK)
         if self.terms.beat_s and now >= self._beat_at and now >= sender.retry_at:
             self._beat_at = now + self.terms.beat_s
-            self.beat(now)
+            self.beat(now, self._sign)
 
     def beat(self, now: float, payload: tuple[Any, ...] = ()) -> None:
         """Sends a sign of life with a strictly rising number; a port that is full loses it."""
@@ -278,6 +289,8 @@ class FrontendSession:
             window_bytes=max(1, min(own.window_bytes, welcome.window_bytes)),
         )
         self.terms.max_bytes = min(own.max_message_bytes, welcome.max_message_bytes)
-        session = Session(welcome.session, self._send, self.terms, down=False, settings=settings)
+        # Beats say whose they are, for an engine that has forgotten it.
+        sign = (self._peer,)
+        session = Session(welcome.session, self._send, self.terms, down=False, settings=settings, sign=sign)
         session.lane.receiver.urgent = True  # any frame of the session tells the engine that Welcome arrived
         self.welcome, self.session = welcome, session

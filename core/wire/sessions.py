@@ -1,7 +1,8 @@
 """An engine's side of all its sessions: attach, refuse, expel, tombstones. Sans-IO.
 
 A session is half-open from Welcome until the first authentic frame of it: until then it replaces nothing, and it is capped
-and expires. Ended sessions leave a tombstone, which answers late frames with Gone and late Hellos not at all.
+and expires. Ended sessions leave a tombstone, which answers late frames with Gone and late Hellos not at all. Once the
+tombstone is gone too, a beat is still answered: its MAC shows that the session was one of this generation, and it says whose.
 """
 
 import hmac
@@ -28,7 +29,7 @@ from tllm_core.contracts.messages import (
     Welcome,
 )
 from tllm_core.errors import FrameTooLarge, Overloaded, PortDown, PortFull
-from tllm_core.wire.attached import Attached, SessionTable
+from tllm_core.wire.attached import Attached, SessionTable, Tombstone
 from tllm_core.wire.codec import MalformedFrame, decode_up, encode
 from tllm_core.wire.header import (
     ACK,
@@ -38,6 +39,7 @@ from tllm_core.wire.header import (
     MIN_WIRE_VERSION,
     WIRE_VERSION,
     Header,
+    size_of,
 )
 from tllm_core.wire.liveness import LivenessSettings, Silence
 from tllm_core.wire.path import PathWatch
@@ -46,6 +48,8 @@ from tllm_core.wire.terms import Snapshot, Terms
 
 FRONTEND_SHIFT: Final = 48
 """The frontend's id is in the high 16 bits of its client ids."""
+LATE_PER_S: Final = 64
+"""Beats of forgotten sessions that are looked into within a second, as each costs the making of two keys."""
 
 
 class EngineSessions:
@@ -76,6 +80,7 @@ class EngineSessions:
         self._leaving: list[Attached] = []
         self._active: dict[int, Attached] = {}
         self._check_at: float | None = None
+        self._late_since, self._late = float("-inf"), 0
 
     # ------------------------------------------------------------------------------------------------- incoming
 
@@ -91,7 +96,7 @@ class EngineSessions:
                 continue
             attached = self.table.get(header.session)
             if attached is None:
-                self._answer_late(header, frame)
+                self._answer_late(header, frame, now)
             elif not attached.session.is_genuine(frame):
                 self.counters["bad_mac"] += 1
             else:
@@ -362,8 +367,8 @@ class EngineSessions:
             self._forget(attached.peer)
         return attached
 
-    def _answer_late(self, header: Header, frame: Frame) -> None:
-        tombstone = self._table.tombstone(header.session)
+    def _answer_late(self, header: Header, frame: Frame, now: float) -> None:
+        tombstone = self._table.tombstone(header.session) or self._forgotten(header, frame, now)
         if tombstone is None:
             self.counters["wrong_session"] += 1
         elif not self.terms.seal(header.session, down=False).is_genuine(frame):
@@ -372,6 +377,19 @@ class EngineSessions:
             self.counters["late_frames"] += 1
             seal = self.terms.seal(header.session, down=True)
             self._post(tombstone.peer, seal.frame(*self.terms.special(Gone(tombstone.reason))))
+
+    def _forgotten(self, header: Header, frame: Frame, now: float) -> Tombstone | None:
+        """What a beat of a session without a tombstone says of it; to be believed only once its MAC was checked."""
+        is_signed = header.kind == BEAT and len(frame) == 2 and size_of(frame[1]) == PEER_SIZE
+        if not is_signed or not header.session:
+            return None
+        if now - self._late_since >= 1.0:
+            self._late_since, self._late = now, 0
+        self._late += 1
+        if self._late > LATE_PER_S:
+            self.counters["late_flood"] += 1
+            return None
+        return Tombstone(bytes(frame[1]), b"", "it ended so long ago that the reason is not known any more")
 
 
 def _version_reason(hello: Hello) -> str:

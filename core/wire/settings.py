@@ -18,7 +18,7 @@ class WireSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     resend_after_s, resend_max_s: back-off where a port may lose frames. probe_after_s: silence about frames in flight after which
     one is sent again also where the port claims to lose none. port_retry_s: how soon a port that was full or down
     is tried again. hello_retry_s: how often an unanswered Hello is repeated. max_half_open, half_open_s: attaches that were
-    welcomed and have not spoken yet: how many, and for how long. tombstones: ended sessions that are still answered.
+    welcomed and have not spoken yet: how many, and for how long. tombstones: ended sessions whose reason is still told.
     parked_bytes, stall_after_s: what an engine keeps for a frontend that does not read, and for how long its lane may be full;
     beyond either it is expelled.
     """

@@ -29,10 +29,10 @@ from tllm_core.contracts.messages import (
 from tllm_core.errors import Overloaded, PortFull
 from tllm_core.wire.attached import FrontendIds
 from tllm_core.wire.codec import decode_special, encode
-from tllm_core.wire.header import HELLO, LAYOUT, MESSAGE, REFUSE, Header, Seal
+from tllm_core.wire.header import BEAT, HELLO, LAYOUT, MESSAGE, REFUSE, Header, Seal
 from tllm_core.wire.liveness import LivenessSettings
 from tllm_core.wire.session import FrontendSession
-from tllm_core.wire.sessions import EngineSessions
+from tllm_core.wire.sessions import LATE_PER_S, EngineSessions
 from tllm_core.wire.settings import WireSettings
 from tllm_core.wire.terms import Terms
 
@@ -277,6 +277,58 @@ def test_an_expelled_frontend_hears_why_and_may_begin_anew(world) -> None:
     assert front.number != earlier
     assert front.side.lost is None
     assert world.turn() == []
+
+
+def forgotten(world: World) -> Front:
+    """A frontend with beats whose session ended unheard, and whose tombstone has made room for others."""
+    front = Front(world, 0, beat_s=1.0).attach()
+    world.engine.end(front.number, "too slow", world.now)
+    world.outboxes.clear()
+    for name in range(1, SMALL.tombstones + 1):
+        other = Front(world, name).attach()
+        world.engine.end(other.number, "too slow", world.now)
+    assert world.engine._table.tombstone(front.number) is None
+    world.outboxes.clear()
+    world.counters.clear()
+    return front
+
+
+def test_a_frontend_whose_tombstone_is_gone_still_hears_that_its_session_is(world) -> None:
+    front = forgotten(world)
+    front.send(Abort(front.client_id()))
+    world.turn()
+    front.read()
+    assert (front.side.lost, world.counters) == (None, {"wrong_session": 1})
+    world.now += 1.5
+    front.side.session.pump(world.now)
+    world.turn()
+    front.read()
+    assert "so long ago" in front.side.lost
+    assert world.counters["late_frames"] == 1
+
+
+def test_floods_of_beats_of_sessions_that_never_were_cost_little_and_are_answered_to_nobody() -> None:
+    world = World()
+    front = forgotten(world)
+    strange = Seal(b"x" * 32, GENERATION, 999, down=False)
+    world.inbox += [strange.frame(BEAT, (front.peer,), sequence=number) for number in range(1, 1001)]
+    world.turn()
+    assert world.counters == {
+        "bad_mac": LATE_PER_S,
+        "late_flood": 1000 - LATE_PER_S,
+        "wrong_session": 1000 - LATE_PER_S,
+    }
+    genuine = Seal(KEY, GENERATION, front.number, down=False)
+    for payload in ((), (b"short",), (front.peer, b""), (bytes(4096),)):
+        world.now += 1.5
+        world.inbox.append(genuine.frame(BEAT, payload, sequence=7))
+        world.turn()
+    assert not any(world.outboxes.values())
+    world.now += 1.5
+    world.inbox.append(genuine.frame(BEAT, (front.peer,), sequence=7))
+    world.turn()
+    front.read()
+    assert front.side.lost is not None
 
 
 def test_an_id_is_used_again_only_after_its_requests_are_gone(world) -> None:
