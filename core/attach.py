@@ -37,7 +37,7 @@ class Versions(Struct, frozen=True):
 class AttachFile(Struct, frozen=True, kw_only=True):
     """All that an attach needs. engine, transport: names, as they were chosen. key: 32 bytes in hex.
 
-    host: in which `ranks` and `watcher` are processes.
+    host: in which `ranks` and `watcher` are processes. ended_by_owner: it has been, or is about to be.
 
     watcher_address: None where the transport serves one frontend only. liveness: as the engine was started with.
     """
@@ -52,6 +52,7 @@ class AttachFile(Struct, frozen=True, kw_only=True):
     ranks: tuple[Identity, ...] = ()
     watcher: Identity | None = None
     liveness: dict[str, Plain] = {}
+    ended_by_owner: bool = False
 
     def __repr__(self) -> str:
         return f"AttachFile(engine={self.engine!r}, address={self.address!r})"  # never the key
@@ -98,6 +99,21 @@ def remove_attach_file(path: str | os.PathLike[str], content: AttachFile) -> Non
     with contextlib.suppress(ConfigError, Refused, OSError):
         if read_attach_file(path).address == content.address:
             os.unlink(path)
+
+
+def mark_stopped(path: str | os.PathLike[str], content: AttachFile) -> None:
+    """Says in the file, where it is still this world's, that its owner ends it."""
+    with contextlib.suppress(ConfigError, Refused):
+        if read_attach_file(path).address == content.address:
+            write_attach_file(path, msgspec.structs.replace(content, ended_by_owner=True))
+
+
+def is_stopped_by_owner(path: str | os.PathLike[str], content: AttachFile) -> bool:
+    """Whether the file says by now that its owner ends this world."""
+    with contextlib.suppress(ConfigError, Refused):
+        found = read_attach_file(path)
+        return found.address == content.address and found.ended_by_owner
+    return False
 
 
 def check_free(path: str | os.PathLike[str]) -> None:

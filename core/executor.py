@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self
 
-from tllm_core.attach import AttachFile, read_attach_file, write_attach_file
+from tllm_core.attach import AttachFile, is_stopped_by_owner, mark_stopped, read_attach_file, write_attach_file
 from tllm_core.checks import Checks, default_sampling
 from tllm_core.config import Settings, load_settings
 from tllm_core.contracts.messages import (
@@ -19,7 +19,15 @@ from tllm_core.contracts.messages import (
     TokenIds,
 )
 from tllm_core.control import ControlCalls
-from tllm_core.errors import ConfigError, EngineDeadError, ExecutorClosedError, Overloaded, TllmError
+from tllm_core.errors import (
+    Cause,
+    ConfigError,
+    EngineDeadError,
+    ExecutorClosedError,
+    Overloaded,
+    TllmError,
+    TransportError,
+)
 from tllm_core.frontend import Frontend
 from tllm_core.health import Health, health_of
 from tllm_core.ledger.result import GenerationResult
@@ -45,6 +53,7 @@ class GenerationExecutor(ControlCalls):
         self._pid = frontend.pid
         self.info = info
         self._ticket: AttachFile | None = None
+        self._attach_files: list[str] = []
         super().__init__()
         self._checks = Checks(info)
         frontend.start()
@@ -135,7 +144,14 @@ class GenerationExecutor(ControlCalls):
         overrides = _overrides({"transport": (content.transport, transport_options)})
         settings = load_settings(config, overrides=overrides, origins={"transport.name": os.fspath(path)})
         plan = Plan.to_attach(settings, content)
-        attachment = plan.attach(content, settings, timeout)
+        if content.ended_by_owner:
+            raise _stopped(path)
+        try:
+            attachment = plan.attach(content, settings, timeout)
+        except (EngineDeadError, TransportError):
+            if is_stopped_by_owner(path, content):
+                raise _stopped(path) from None
+            raise
         frontend = Frontend(
             attachment.link,
             attachment.welcome.frontend_id,
@@ -157,6 +173,7 @@ class GenerationExecutor(ControlCalls):
                 f"nobody can attach to this engine ({self._plan.summary()}); it needs one of its own process"
             )
         write_attach_file(path, self._ticket)
+        self._attach_files.append(os.path.abspath(path))
         return self._ticket
 
     def wait_ended(self, timeout: float | None = None) -> bool:
@@ -304,8 +321,16 @@ class GenerationExecutor(ControlCalls):
         a dead one). Idempotent, from any thread."""
         if os.getpid() != self._pid:
             return
+        self._mark_attach_files()
         if self._frontend.close(SHUTDOWN_S if timeout is None else timeout):
             self._plan.hooks.stopped(self)
+
+    def _mark_attach_files(self) -> None:
+        """Who attaches just now would only see processes that are gone; of one that died, that is what there is to see."""
+        files, self._attach_files = self._attach_files, []
+        if self._ticket is not None and self._frontend.world_error is None:
+            for path in files:
+                mark_stopped(path, self._ticket)
 
     def __enter__(self) -> Self:
         return self
@@ -321,6 +346,10 @@ class GenerationExecutor(ControlCalls):
 
     def __repr__(self) -> str:
         return f"GenerationExecutor({self._plan.summary()}, {self.health().state})"
+
+
+def _stopped(path: str | os.PathLike[str]) -> EngineDeadError:
+    return EngineDeadError(Cause(f"the engine of the attach file {os.fspath(path)} was stopped by its owner"))
 
 
 _LIVE: weakref.WeakSet[Frontend] = weakref.WeakSet()

@@ -47,7 +47,10 @@ from tllm_core.wire.link import FrontendLink
 from tllm_core.wire.liveness import LivenessSettings
 from tllm_core.wire.settings import WireSettings
 from tllm_core.world.attached import AttachedWorld
-from tllm_core.world.process import host_id, identify
+from tllm_core.world.process import host_id, identify, is_alive
+
+WORDS_S = 1.0
+"""How long a watcher may take to say why a rank has ended."""
 
 OnPhase = Callable[[Phase], None]
 
@@ -158,6 +161,7 @@ class Plan:
 
             with _unanswered():
                 welcome = self.open(link, deadline.left() or 0.0, look)
+            _raise_if_ended(world)
             closers.pop_all()
         return Attachment(link, welcome, world, liveness)
 
@@ -237,12 +241,16 @@ class _Sight:
     def __init__(self, content: AttachFile, after_s: float) -> None:
         self._content, self._after_s = content, after_s
         self._stopped_since: float | None = None
+        self._ended_since: float | None = None
 
     def look(self) -> None:
         """Raises EngineDeadError."""
         content, now = self._content, time.monotonic()
         if (ended := content.ended) is not None:
-            raise EngineDeadError(Cause(f"the engine that the attach file names is gone (process {ended.pid})"))
+            self._ended_since = self._ended_since or now
+            if content.watcher is None or not is_alive(content.watcher) or now - self._ended_since > WORDS_S:
+                raise EngineDeadError(Cause(f"the engine that the attach file names is gone (process {ended.pid})"))
+            return  # its watcher knows why
         if (stopped := content.stopped) is None:
             self._stopped_since = None
         elif self._stopped_since is None:

@@ -11,7 +11,16 @@ from collections.abc import Callable, Collection, Sequence
 from functools import partial
 
 from tllm_core.contracts.interfaces import EngineAddress, EnginePort, Frame, FrontendPort, PeerId, Port
-from tllm_core.contracts.messages import Beat, ControlReply, DownMessage, EngineInfo, UpMessage, Welcome
+from tllm_core.contracts.messages import (
+    Beat,
+    ControlReply,
+    DownMessage,
+    EngineInfo,
+    Obituary,
+    Stopping,
+    UpMessage,
+    Welcome,
+)
 from tllm_core.errors import Expelled, FrameTooLarge, PortClosed, PortDown, PortFull, Refused, TransportError
 from tllm_core.wire.header import SEALED_SIZE
 from tllm_core.wire.liveness import DEFAULT_LIVENESS, LivenessSettings
@@ -250,9 +259,12 @@ class EngineLink(Pump):
         return accepted
 
     def broadcast(self, message: DownMessage) -> None:
-        """Sends a message to every session whose lane has room; Stopping and Obituary always find it."""
+        """Sends a message to every session whose lane has room; Stopping and Obituary always find it, and are told also to
+        whoever completes an attach later."""
         snapshot = self._terms.snapshot(message)
         with self._lock:
+            if isinstance(message, Stopping | Obituary):
+                self._sessions.close_with(snapshot)
             for session in list(self._sessions.table):
                 if not self._sessions.offer(session, snapshot):
                     self.counters["broadcast_full"] += 1

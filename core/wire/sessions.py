@@ -81,6 +81,7 @@ class EngineSessions:
         self._active: dict[int, Attached] = {}
         self._check_at: float | None = None
         self._late_since, self._late = float("-inf"), 0
+        self._last_words: Snapshot | None = None
 
     # ------------------------------------------------------------------------------------------------- incoming
 
@@ -155,6 +156,10 @@ class EngineSessions:
             return False
         self._active[number] = attached
         return True
+
+    def close_with(self, words: Snapshot) -> None:
+        """The last words of this engine: who completes an attach from now on hears them, too."""
+        self._last_words = self._last_words or words
 
     def beat(self, beat: Beat, now: float) -> None:
         """Tells every session that the world is alive; takes no sequence number and no window."""
@@ -349,6 +354,8 @@ class EngineSessions:
     def _confirm(self, attached: Attached, now: float) -> list[tuple[int, UpMessage]]:
         """The frontend has its Welcome; whatever the same peer had opened before ends."""
         abandoned, earlier = self._table.confirm(attached)
+        if self._last_words is not None:
+            attached.session.offer(self._last_words)
         for number in abandoned:
             self._table.release_id(self._remove(number, "the frontend began anew", now, tell=False))
         return [] if earlier is None else self._leave(earlier, "the frontend began anew", now)

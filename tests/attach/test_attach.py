@@ -1,5 +1,6 @@
 import json
 import os
+import shutil
 import signal
 import threading
 import time
@@ -118,10 +119,20 @@ def test_a_wrong_key_gets_no_answer_and_one_clear_error(own, tmp_path):
     assert owned.executor.check_health()
 
 
-def test_the_file_of_an_engine_that_is_gone_is_told_at_once(own):
+def test_the_file_of_an_engine_that_is_gone_is_told_at_once(own, until):
     owned = own()
+    for process in owned.processes():
+        os.kill(process.pid, signal.SIGKILL)
+    until(lambda: owned.executor.health().state == "dead")
     owned.executor.shutdown()
     with pytest.raises(EngineDeadError, match=r"the attach file names is gone \(process \d+\)"):
+        GenerationExecutor.attach(owned.path, timeout=60)
+
+
+def test_the_file_of_an_engine_that_its_owner_has_stopped_says_so(own):
+    owned = own()
+    owned.executor.shutdown()
+    with pytest.raises(EngineDeadError, match="was stopped by its owner"):
         GenerationExecutor.attach(owned.path, timeout=60)
 
 
@@ -222,6 +233,51 @@ def test_the_owners_shutdown_tells_attached_frontends_that_the_engine_was_stoppe
         assert attached.health().state == "dead"
         with pytest.raises(EngineDeadError):
             attached.generate_async(PROMPT)
+
+
+def test_an_attach_while_the_engine_is_being_stopped_hears_so_from_its_watcher(own, until, tmp_path):
+    owned = own(faults='[{at = "close", do = "hang", seconds = 3}]')
+    # The file as it was read before: what the owner says in it since then is not seen.
+    early = shutil.copy(owned.path, tmp_path / "early.json")
+    with GenerationExecutor.attach(early) as attached:
+        stopper = threading.Thread(target=owned.executor.shutdown)
+        stopper.start()
+        until(lambda: attached.health().state == "dead")
+        assert "the engine was stopped" in told_at_last(early, until)
+        stopper.join()
+
+
+def told_at_last(path, until):
+    """What ends an attach, or the executor that it came to."""
+    try:
+        late = GenerationExecutor.attach(path, timeout=60)
+    except EngineDeadError as error:
+        return str(error)
+    with late:
+        until(lambda: late.health().state == "dead")
+        return late.health().cause
+
+
+def test_every_attach_that_overlaps_the_owners_shutdown_works_or_hears_that_it_was_stopped(own):
+    owned = own()
+    told = []
+
+    def attach_until_told():
+        while True:
+            try:
+                GenerationExecutor.attach(owned.path, timeout=60).shutdown()
+            except Exception as error:
+                told.append(error)
+                return
+
+    threads = [threading.Thread(target=attach_until_told) for _ in range(6)]
+    for thread in threads:
+        thread.start()
+    owned.executor.shutdown()
+    for thread in threads:
+        thread.join()
+    assert {type(error) for error in told} == {EngineDeadError}
+    assert all("was stopped" in str(error) for error in told), told
 
 
 def test_a_frontend_attaches_and_leaves_again_and_again_without_a_trace(own, until):
