@@ -6,6 +6,7 @@ parent-death signal); the owner's death, seen by the end of its channel or of it
 
 import os
 import socket
+import sys
 import time
 from collections.abc import Sequence
 
@@ -71,6 +72,7 @@ def watch(sock: socket.socket) -> int:
     messages = owner.wait()
     if not messages or not isinstance(messages[0], Launch):
         return 1
+    sys.path[:] = messages[0].sys_path  # a transport may be a module that only the owner's own path leads to
     return Watcher(owner, messages[0]).run(messages[1:])
 
 

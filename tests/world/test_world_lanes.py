@@ -29,6 +29,7 @@ from tllm_core.contracts.messages import (
 )
 from tllm_core.engines.echo import expected_tokens
 from tllm_core.errors import ConfigError
+from tllm_core.executor import GenerationExecutor
 from tllm_core.registry import Registry
 from tllm_core.wire.link import FrontendLink
 from tllm_core.world.launch import InlineLauncher, InlineSettings, SpawnLauncher, SpawnSettings
@@ -327,3 +328,14 @@ def test_a_step_that_never_returns_is_ended_by_kill(spawned):
     running.world.kill()
     assert running.until(Exited).clean
     assert wait_gone(running.world._ranks, 0)
+
+
+def test_a_transport_that_only_the_owners_own_path_leads_to_is_found_by_all_processes(tmp_path, monkeypatch):
+    """Also by the watcher, which has a lane of its own."""
+    name = f"third_party_{secrets.token_hex(4)}"
+    source = "from tllm_core.transports.zmq import ZmqTransport\n\nclass OwnTransport(ZmqTransport):\n    pass\n"
+    (tmp_path / f"{name}.py").write_text(source)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with GenerationExecutor.create(engine="echo", transport=f"{name}:OwnTransport", launcher="spawn") as executor:
+        result = executor.generate_async([1, 2], SamplingParams(max_tokens=3)).result(30)
+        assert result.outputs[0].token_ids == expected_tokens([1, 2], 3)
