@@ -105,12 +105,20 @@ def run(subject: Subject, on_start: OnStart, on_outcome: OnOutcome, only: str = 
     """
     check_extra()
     capabilities = capabilities_of(subject.kind, subject.name)
+    return _report(subject, capabilities, run_module(module_text(subject), on_start, on_outcome, only))
+
+
+def run_module(text: str, on_start: OnStart, on_outcome: OnOutcome, only: str = "") -> list[Outcome]:
+    """Has pytest run the cases of a test file with this text, in this process. Once per process: it is imported by its name.
+
+    The rest as `run`. Raises ConfigError where it can't be run.
+    """
     import pytest
 
     collector = _Collector(on_start, on_outcome)
     with tempfile.TemporaryDirectory(prefix="tllm-") as directory, _alone():
         path = Path(directory, "test_conformance.py")
-        path.write_text(module_text(subject), encoding="utf-8")
+        path.write_text(text, encoding="utf-8")
         ini = Path(directory, "pytest.ini")
         ini.write_text("[pytest]\n", encoding="utf-8")
         words = [str(path), "-c", str(ini), "--rootdir", directory, "--noconftest", "--import-mode=importlib"]
@@ -123,7 +131,7 @@ def run(subject: Subject, on_start: OnStart, on_outcome: OnOutcome, only: str = 
         raise KeyboardInterrupt
     if collector.broken or not collector.outcomes:
         raise ConfigError(f"the suite can't be run: {collector.broken or shown.getvalue().strip()}")
-    return _report(subject, capabilities, collector.outcomes)
+    return collector.outcomes
 
 
 def capabilities_of(kind: Kind, name: str) -> tuple[str, ...]:

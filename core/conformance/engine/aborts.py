@@ -62,7 +62,7 @@ class AbortCases(EngineSuite):
 
     @case("I3", "I8", timeout_s=60)
     def test_an_abort_ends_all_sequences_of_a_request(self) -> None:
-        """With n=3, one abort ends all sequences that are still running.
+        """With n=3, one abort ends all sequences that are still running; also a request that comes after it brings nothing more.
 
         If this fails: only one sequence of the request is taken out of the batch.
         """
@@ -74,6 +74,7 @@ class AbortCases(EngineSuite):
         driven.abort(victim)
         driven.settle()
         self._check_idle(driven, before, "n=3")
+        driven.ask([(self.prompts_for(driven.info)[1], driven.sampling(self.max_tokens))])
 
     @case("I6", timeout_s=60)
     def test_aborting_what_is_unknown_or_over_does_nothing(self) -> None:

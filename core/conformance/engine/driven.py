@@ -23,6 +23,7 @@ from tllm_core.contracts.messages import (
     Step,
     TokenIds,
 )
+from tllm_core.errors import RequestError
 from tllm_core.registry import load_object
 from tllm_core.world.rank import Parts, RankContext
 from tllm_core.world.worker import Worker
@@ -101,17 +102,17 @@ class Driven:
         return self.engine.start(self.context)
 
     def submit(self, prompt: Iterable[int], sampling: SamplingParams, **fields: Any) -> Answer:
-        """Raises what the engine raises; it counts as submitted only where nothing is."""
+        """Raises RequestError as the engine does; it counts as submitted only where nothing is raised."""
         request = EngineRequest(
             request_id=next(self._ids), prompt_token_ids=TokenIds.of(prompt), sampling=sampling, **fields
         )
-        self._call(lambda: self.engine.submit(request), CALL_S, "submit")
+        self._call(_only(RequestError, lambda: self.engine.submit(request), "submit"), CALL_S, "submit")
         answer = self.answers[request.request_id] = Answer(request)
         return answer
 
     def abort(self, answer: Answer | int) -> None:
         request_id = answer if isinstance(answer, int) else answer.request.request_id
-        self._call(lambda: self.engine.abort(request_id), CALL_S, "abort")
+        self._call(_only((), lambda: self.engine.abort(request_id), "abort"), CALL_S, "abort")
         if isinstance(answer, Answer) and not answer.over:
             answer.aborted = True
 
@@ -213,3 +214,17 @@ class Driven:
         for answer in answers:
             answer.check_whole(self.info)
         return answers
+
+
+def _only(expected: type[Exception] | tuple[()], action: Callable[[], None], what: str) -> Callable[[], None]:
+    """AssertionError for what else it raises, since a worker takes that for the engine's death."""
+
+    def checked() -> None:
+        try:
+            action()
+        except expected:
+            raise
+        except Exception as error:
+            raise AssertionError(f"{what} raised {type(error).__name__}, which ends the engine: {error}") from error
+
+    return checked

@@ -84,9 +84,9 @@ class PaceCases(EngineSuite):
         If this fails: the engine does not call EngineContext.wake when it has something, or has the worker spin for it.
         """
         driven = self.driven()
+        driven.bell.threads.clear()
         answers = [driven.submit(prompt, driven.sampling(self.max_tokens)) for prompt in self.prompts_for(driven.info)]
         patience_s = STALL_S if EngineCapability.SELF_DRIVEN in self.claimed() else PROOF_S
-        driven.bell.threads.clear()
         before = driven.empty_again
         # The worker asks once after every command.
         driven.step()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import select
@@ -18,13 +19,18 @@ from tllm_core.conformance.case import case
 from tllm_core.conformance.launcher.subject import LauncherSuite
 from tllm_core.conformance.launcher.watched import PATIENCE_S, Watched
 from tllm_core.contracts.interfaces import Identity
-from tllm_core.world.process import wait_gone
+from tllm_core.world.process import is_alive, wait_gone
 
+UNFINISHED_S = 0.3
+"""How long an owner waits for a world that does not stop."""
 SCRIPT = """
-import json, os, sys
+import json, os, sys, threading
 told = json.loads(os.environ.pop("TOLD"))
 sys.path[:] = told["path"]
-print(json.dumps({"running": os.getpid()}), flush=True)
+def say(words):
+    sys.stdout.write(json.dumps(words) + "\\n")  # whole, also where two processes have this stdout
+    sys.stdout.flush()
+say({"running": os.getpid()})
 import msgspec
 from tllm_core.config import convert_options
 from tllm_core.contracts.interfaces import Failed, Identified, Phase, Ready, WorldSpec
@@ -37,14 +43,18 @@ while wanted is None:
     for event in world.events(None):
         if isinstance(event, Identified):
             told_of = [one for one in (*event.ranks, event.watcher) if one is not None]
-            print(json.dumps({"processes": [[one.rank, one.pid, one.start_time] for one in told_of]}), flush=True)
+            say({"processes": [[one.rank, one.pid, one.start_time] for one in told_of]})
         if isinstance(event, (kinds[told["until"]], Failed)):
             wanted = event
-print(json.dumps({"event": type(wanted).__name__}), flush=True)
+say({"event": type(wanted).__name__})
 sys.stdin.read()
-print(json.dumps({"stopped": world.stop(20)}), flush=True)
+stopped = world.stop(told["stop_s"])
+say({"stopped": stopped})
+if not stopped:
+    threading.Event().wait()
 """
-"""A user's script: it has no main guard, and would run again in any process that imports it."""
+"""A user's script: it has no main guard, and would run again in any process that imports it. Where its world does not stop, it
+waits for its own end."""
 
 
 class OwnerCases(LauncherSuite):
@@ -64,6 +74,22 @@ class OwnerCases(LauncherSuite):
             os.kill(owner.popen.pid, signal.SIGKILL)
             assert wait_gone(owner.processes, PATIENCE_S / 2), f"processes outlive their owner: {owner.processes}"
 
+    @case("I7", timeout_s=60.0)
+    def test_an_owner_killed_during_a_stop_takes_its_world_along(self) -> None:
+        """SIGKILL for an owner whose `stop` has given up on a rank that stands still: no process of the world outlives it for
+        long.
+
+        If this fails: an end that the owner had asked for is waited for, and there is nobody left to insist on it.
+        """
+        self.need_processes()
+        owner = self._script("Ready", stop_s=UNFINISHED_S)
+        assert owner.until("event") == "Ready"
+        os.kill(owner.processes[0].pid, signal.SIGSTOP)
+        owner.close_stdin()
+        assert owner.until("stopped") is False, "it says that a world that stands still is gone"
+        os.kill(owner.popen.pid, signal.SIGKILL)
+        assert wait_gone(owner.processes, PATIENCE_S / 2), f"processes outlive their owner: {owner.processes}"
+
     @case(timeout_s=60.0)
     def test_a_script_needs_no_main_guard(self) -> None:
         """A script that starts a world at its top level runs once, stops the world, and ends with code 0.
@@ -75,6 +101,7 @@ class OwnerCases(LauncherSuite):
         owner.close_stdin()
         assert owner.until("stopped") is True
         assert owner.popen.wait(PATIENCE_S) == 0
+        assert "running" not in owner.rest(), "the script ran twice"
         assert wait_gone(owner.processes, PATIENCE_S / 2)
 
     @case("I9", timeout_s=60.0)
@@ -96,12 +123,13 @@ class OwnerCases(LauncherSuite):
                 content = shown.read_bytes() if shown.exists() else b""
                 assert not any(form in content for form in forms), f"the key is in {shown}"
 
-    def _script(self, until: str, **engine: Any) -> Owner:
+    def _script(self, until: str, *, stop_s: float = 20.0, **engine: Any) -> Owner:
         told = {
             "launcher": self.reference,
             "settings": dict(self.settings),
             "spec": msgspec.to_builtins(self.world_spec(**engine)),
             "until": until,
+            "stop_s": stop_s,
             "path": [entry or os.getcwd() for entry in sys.path],
         }
         directory = self.open.enter_context(tempfile.TemporaryDirectory(prefix="tllm-"))
@@ -140,15 +168,23 @@ class Owner:
             self.processes += [one for one in told if one.pid != self.popen.pid]
         return self.said[key]
 
+    def rest(self) -> str:
+        """What it says until nobody is left who could."""
+        assert self.popen.stdout is not None
+        return self.popen.stdout.read()
+
     def close_stdin(self) -> None:
         """Lets the script go on."""
         assert self.popen.stdin is not None
         self.popen.stdin.close()
 
     def end(self) -> None:
-        """SIGKILL, and waits for its end; idempotent."""
+        """SIGKILL for it and for what it left, and waits for its end; idempotent."""
         self.popen.kill()
         self.popen.wait()
+        for process in filter(is_alive, self.processes):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process.pid, signal.SIGKILL)
         for pipe in (self.popen.stdin, self.popen.stdout):
             if pipe is not None:
                 pipe.close()

@@ -13,6 +13,8 @@ from tllm_core.executor import GenerationExecutor
 from tllm_core.world.process import is_alive
 
 LOAD_S = 1.0
+AFTER_S = 0.3
+"""How long a world that is ready is listened to."""
 
 
 class StartCases(LauncherSuite):
@@ -40,6 +42,7 @@ class StartCases(LauncherSuite):
         """
         world = self.launch(load_delay_s=LOAD_S, vocab_size=77)
         world.ready()
+        world.watch(AFTER_S)
         kinds = [type(event) for event in world.seen]
         assert kinds.count(Identified) == kinds.count(Listening) == kinds.count(Ready) == 1, kinds
         assert kinds.index(Identified) < kinds.index(Listening) < kinds.index(Ready), kinds

@@ -12,9 +12,9 @@ from tllm_core.conformance.case import case
 from tllm_core.conformance.faults import EngineProcess, HostilePeer
 from tllm_core.conformance.transport.pair import received
 from tllm_core.conformance.transport.streams import ask, check, check_free
-from tllm_core.conformance.transport.subject import LONG, TransportSubject
+from tllm_core.conformance.transport.subject import LONG, TransportSubject, until
 from tllm_core.contracts.interfaces import Capability, Frame
-from tllm_core.contracts.messages import GenerationRequest, SamplingParams, Submit, TokenIds
+from tllm_core.contracts.messages import Abort, GenerationRequest, SamplingParams, Submit, TokenIds
 from tllm_core.errors import TransportError
 from tllm_core.wire.link import FrontendLink
 
@@ -57,13 +57,14 @@ class HostileCases(TransportSubject):
         assert world.owner.stats().extra["worker"]["sessions"] == sessions
         ask(world.owner, [3, 1])
 
-    @case("I9", needs=NEEDED)
+    @case("I9", needs=NEEDED, timeout_s=60.0)
     def test_replayed_and_forged_frames_change_nothing(self) -> None:
-        """Genuine frames of a session, sent again by it and by a stranger, as they are and spoiled, are counted and dropped.
+        """Genuine frames of a session, sent again by it and by a stranger, as they are and spoiled, while its request runs and
+        after its end, are counted and dropped.
 
         If this fails: a replayed Submit runs again, or a forged frame is believed.
         """
-        world = self.world()
+        world = self.start(wire__stall_after_s=60.0)  # nobody reads the stream
         link = world.link()
         self.open.callback(link.close)
         frames = _recorded(link)
@@ -73,18 +74,29 @@ class HostileCases(TransportSubject):
         while not link.receive(1.0):
             pass
         before = world.owner.stats()
+        genuine = list(frames)
+        self._replay(world, link, genuine)
+        ask(world.owner, [6, 6], 200)
+        after = world.owner.stats()
+        assert after.running + after.waiting == before.running + before.waiting == 1
+        link.send(Abort(None))
+        until(lambda: _open_requests(world) == 0, "the request is aborted")
+        self._replay(world, link, genuine)
+        ask(world.owner, [6, 7], 200)
+        assert _open_requests(world) == 0, "a request that had ended runs again"
+        after = world.owner.stats()
+        assert after.extra["worker"]["sessions"] == before.extra["worker"]["sessions"]
+        link.close()
+        world.owner.control("ping")
+
+    def _replay(self, world: EngineProcess, link: FrontendLink, frames: list[Frame]) -> None:
+        """By who sent them and by a stranger, who also says them spoiled."""
         stranger, itself = self._hostile(world), link._port
         for _ in range(3):
             stranger.say(frames)
             stranger.garbage(like=frames)
-            for frame in list(frames):
+            for frame in frames:
                 itself.send(frame)  # type: ignore[attr-defined]
-        ask(world.owner, [6, 6], 200)
-        after = world.owner.stats()
-        assert after.running + after.waiting == before.running + before.waiting == 1
-        assert after.extra["worker"]["sessions"] == before.extra["worker"]["sessions"]
-        link.close()
-        world.owner.control("ping")
 
     @case("I9", needs=Capability.MANY_FRONTENDS)
     def test_odd_frames_of_one_peer_harm_no_other(self) -> None:
@@ -104,6 +116,11 @@ class HostileCases(TransportSubject):
         assert [frame for frame in got if frame != [b"fine"]] == shapes
         pair.engine.send(peer, [b"as well"])
         assert received(frontend) == [[b"as well"]]
+
+
+def _open_requests(world: EngineProcess) -> int:
+    stats = world.owner.stats()
+    return stats.running + stats.waiting
 
 
 def _recorded(link: FrontendLink) -> list[Frame]:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Mapping
 
 import pytest
 
@@ -12,13 +14,15 @@ from tllm_core.conformance.case import case
 from tllm_core.conformance.faults import EngineProcess
 from tllm_core.conformance.transport.streams import ask, check_free, expected
 from tllm_core.conformance.transport.subject import LONG, PATIENCE_S, TransportSubject, until
-from tllm_core.contracts.interfaces import Capability
+from tllm_core.contracts.interfaces import Capability, Port
 from tllm_core.contracts.messages import SamplingParams
 from tllm_core.errors import BrokerLost
 from tllm_core.executor import GenerationExecutor
 
 MANY = Capability.RECONNECTS | Capability.MANY_FRONTENDS | Capability.CROSS_PROCESS
 FROZEN_S = 1.5
+STALE_S = 0.5
+"""How much later than its end the last proof of a path may be dated."""
 
 
 class Crowd:
@@ -71,6 +75,38 @@ class PathCases(TransportSubject):
         self.server_address()
         self.open.callback(self.server_address)
         return server
+
+    @case("I11", "I12", timeout_s=60.0)
+    def test_path_ok_at_is_fresh_just_while_the_way_works(self) -> None:
+        """`path_ok_at` of either end keeps up with the time, stands still while a broker does, and goes on after it.
+
+        If this fails: a silence of the own path is taken for the engine's death, or no death is ever told by silence.
+        """
+        pair = self.pair()
+        _, frontend = pair.frontend()
+        ports = {"engine": pair.engine, "frontend": frontend}
+        self._all_proven(ports)
+        if type(self).broker is None:
+            return
+        server = self._server()
+        self.endings.append(server.thaw)
+        server.freeze()
+        try:
+            frozen_at = time.monotonic()
+            threading.Event().wait(FROZEN_S)
+            for name, port in ports.items():
+                beyond = port.path_ok_at() - frozen_at
+                assert beyond < STALE_S, f"the {name}'s path was proven {beyond:.1f} s after the broker stood still"
+        finally:
+            server.thaw()
+        self._all_proven(ports)
+
+    def _all_proven(self, ports: Mapping[str, Port]) -> None:
+        """From now on, and by a time that is not to come."""
+        asked_at = time.monotonic()
+        for name, port in ports.items():
+            until(functools.partial(_is_proven, port, asked_at), f"the {name}'s path is proven")
+            assert port.path_ok_at() <= time.monotonic(), f"the {name}'s path is proven at a time to come"
 
     @case("I2", "I11", needs=MANY, timeout_s=90.0)
     def test_cut_connections_change_nothing_that_is_received(self) -> None:
@@ -154,3 +190,7 @@ class PathCases(TransportSubject):
         with pytest.raises(BrokerLost):
             world.owner.generate_async([1, 2])
         server.restart()
+
+
+def _is_proven(port: Port, asked_at: float) -> bool:
+    return port.path_ok_at() >= asked_at

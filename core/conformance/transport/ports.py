@@ -24,6 +24,8 @@ from tllm_core.conformance.transport.subject import PATIENCE_S, TransportSubject
 from tllm_core.errors import FrameTooLarge, PortFull
 
 LARGE = (1 << 20) + 1
+SLEPT_S = 10.0
+"""A `receive` that lasts as long has missed what should have ended it."""
 
 
 class PortCases(TransportSubject):
@@ -176,7 +178,9 @@ class PortCases(TransportSubject):
         for number in range(30):
             thread, outcome = in_thread(lambda: frontend.receive(PATIENCE_S))
             pair.engine.send(peer, [b"%d" % number])
+            sent_at = time.monotonic()
             while not outcome:
+                assert time.monotonic() - sent_at < SLEPT_S, f"frame {number} was slept through"
                 with contextlib.suppress(PortFull):
                     frontend.send([b"noise"])
                 pair.engine.receive(0)
@@ -209,7 +213,9 @@ class PortCases(TransportSubject):
         for port in (pair.engine, frontend):
             port.wake()
             port.wake()
-            assert list(port.receive(PATIENCE_S)) == []
+            started = time.monotonic()
+            assert list(port.receive(SLEPT_S)) == []
+            assert time.monotonic() - started < SLEPT_S, "a wake that came before receive was slept through"
             started = time.monotonic()
             assert list(port.receive(0.02)) == []
             assert time.monotonic() - started >= 0.019
@@ -235,6 +241,8 @@ class PortCases(TransportSubject):
         thread.start()
         frames: list[bytes] = []
         while not (told.is_set() and len(frames) >= 500):
-            frames += [bytes(frame[0]) for frame in frontend.receive(PATIENCE_S)]
+            started = time.monotonic()
+            frames += [bytes(frame[0]) for frame in frontend.receive(SLEPT_S)]
+            assert time.monotonic() - started < SLEPT_S, f"slept through a wake or a frame, after {len(frames)} frames"
         joined(thread)
         assert frames == [b"%d" % number for number in range(500)]

@@ -1,4 +1,4 @@
-"""One end of a lane in a process of its own: `python -m tllm_core.conformance.transport.child`, told by JSON on stdin.
+"""One end of a lane in a process of its own: `python -m tllm_core.conformance.child`, told by JSON on stdin.
 
 A frontend says hello and then sends back what it gets; an engine says its address and answers whom a frame names.
 """
@@ -21,7 +21,7 @@ from tllm_core.contracts.interfaces import EngineAddress
 from tllm_core.errors import PortError
 from tllm_core.registry import Registry
 
-STARTS_S = 15.0
+STARTS_S = 40.0
 
 
 class ChildEnd:
@@ -38,7 +38,7 @@ class ChildEnd:
             "path": sys.path,
         }
         start = f"import json, sys; told = json.loads({json.dumps(json.dumps(words))}); sys.path[:] = told['path']; "
-        run = "from tllm_core.conformance.transport.child import main; main(told)"
+        run = "from tllm_core.conformance.child import main; main(told)"
         self._process = subprocess.Popen(
             [sys.executable, "-c", start + run], stdin=subprocess.PIPE, stdout=subprocess.PIPE
         )
