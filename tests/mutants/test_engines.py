@@ -1,0 +1,19 @@
+"""The engines' suite fails each engine of `engine_*.py`, by the case that is meant for its fault."""
+
+import pytest
+
+from tests.mutants import Mutant, engine_requests, engine_states, engine_tokens, mutants_of
+from tests.mutants.proof import Proof, whole_trials
+from tests.mutants.trials import Trial
+
+MUTANTS = mutants_of(engine_tokens, engine_requests, engine_states)
+
+
+@pytest.mark.parametrize("mutant", MUTANTS, ids=str)
+def test_a_broken_engine_is_caught(mutant: Mutant, proof: Proof) -> None:
+    proof.check_caught(mutant)
+
+
+@pytest.mark.parametrize("trial", whole_trials(MUTANTS), ids=str)
+def test_the_same_case_passes_for_the_whole_one(trial: Trial, proof: Proof) -> None:
+    proof.check_whole(trial)
