@@ -651,6 +651,57 @@ def test_a_second_port_of_the_same_peer_goes_on(pair: Pair) -> None:
 # ---------------------------------------------------------------------------------------------------------- the end
 
 
+SENDER = """
+import os, sys
+from tllm_core.contracts.interfaces import EngineAddress
+from tllm_core.errors import PortFull
+from tllm_core.transports.redis import RedisSettings, RedisTransport
+
+def send_all(send):
+    for number in range(1000):
+        while True:
+            try:
+                send([b"%d" % number])
+                break
+            except PortFull:
+                continue
+
+transport = RedisTransport(RedisSettings(url=sys.argv[1], linger_s=30.0))
+"""
+AS_FRONTEND = """
+address = EngineAddress(transport="redis", engine="exit", generation=1, endpoints={"redis": sys.argv[1]})
+port = transport.connect(address, bytes.fromhex(sys.argv[2]))
+send_all(port.send)
+"""
+AS_ENGINE = """
+port = transport.listen("exit", 1)
+print("listens", flush=True)
+assert port.receive(60)
+send_all(lambda frame: port.send(bytes.fromhex(sys.argv[2]), frame))
+"""
+CLOSED = "port.close()\nos._exit(0)\n"
+
+
+def test_what_a_frontend_sent_before_close_and_exit_arrives(server: BrokerProcess) -> None:
+    with contextlib.closing(transport(server.url).listen("exit", 1)) as engine:
+        script = SENDER + AS_FRONTEND + CLOSED
+        subprocess.run([sys.executable, "-c", script, server.url, new_peer().hex()], check=True, timeout=60)
+        assert received(engine, 1000) == [b"%d" % number for number in range(1000)]
+
+
+def test_what_an_engine_sent_before_close_and_exit_arrives(server: BrokerProcess) -> None:
+    peer = new_peer()
+    command = [sys.executable, "-c", SENDER + AS_ENGINE + CLOSED, server.url, peer.hex()]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as child:
+        assert child.stdout is not None
+        assert child.stdout.readline() == b"listens\n"
+        address = EngineAddress(transport="redis", engine="exit", generation=1, endpoints={"redis": server.url})
+        with contextlib.closing(transport(server.url).connect(address, peer)) as frontend:
+            frontend.send([b"hello"])
+            assert child.wait(60) == 0  # nothing is read before the engine has gone
+            assert received(frontend, 1000) == [b"%d" % number for number in range(1000)]
+
+
 @pytest.mark.parametrize("state", ["up", "down", "frozen", "engine gone"])
 def test_close_ends_in_every_state(server: BrokerProcess, state: str) -> None:
     pair = Pair(server.url)
