@@ -2,9 +2,10 @@
 
 import errno
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from tllm_core.errors import ModelError
 
@@ -37,11 +38,17 @@ def convert_gguf(source: Path, target: Path, eos_token_ids: Sequence[int], progr
         tokenizer = AutoTokenizer.from_pretrained(directory, gguf_file=file)
         progress("converting the weights", None)
         # Without `dequantize` the model counts as quantized, and save_pretrained refuses it.
-        model = AutoModelForCausalLM.from_pretrained(
-            directory, gguf_file=file, dtype=torch.float32, quantization_config=GgufConfig(dequantize=True)
+        model, found = AutoModelForCausalLM.from_pretrained(
+            directory,
+            gguf_file=file,
+            dtype=torch.float32,
+            quantization_config=GgufConfig(dequantize=True),
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,  # `_check_whole` names them
         )
     except (ValueError, KeyError, RuntimeError, EOFError, IndexError, NotImplementedError, ImportError) as error:
         raise ModelError(f"{source} can't be converted: {type(error).__name__}: {error}") from None
+    _check_whole(source, found)
     ids = list(eos_token_ids) or [tokenizer.eos_token_id]
     model.generation_config.eos_token_id = ids[0] if len(ids) == 1 else ids
     progress("writing the converted model", None)
@@ -51,6 +58,19 @@ def convert_gguf(source: Path, target: Path, eos_token_ids: Sequence[int], progr
         # Its message is all that is left of the system's error number.
         raise OSError(errno.ENOSPC if "No space" in str(error) else errno.EIO, str(error)) from None
     tokenizer.save_pretrained(target)
+
+
+def _check_whole(source: Path, found: Mapping[str, Any]) -> None:
+    """transformers fills what it did not find, or reads in other sizes than the file has, with random numbers."""
+    for key, ours, theirs in found["mismatched_keys"]:
+        raise ModelError(
+            f"{source} can't be converted: transformers takes {key} to be {list(theirs)}, and it is {list(ours)} there;"
+            " use the model's own directory of safetensors"
+        )
+    for key in found["missing_keys"]:
+        raise ModelError(
+            f"{source} can't be converted: it lacks {key}, or transformers does not know what it is called"
+        )
 
 
 @contextmanager
