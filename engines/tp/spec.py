@@ -18,7 +18,8 @@ class TpSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     attention: which backend computes attention; "auto" = the best for the device.
     threads: CPU threads of torch, None = the cores that this process may use.
 
-    max_seq_len: prompt and new tokens together, None = the model's own limit; never above it.
+    max_seq_len: prompt and new tokens together, None = the model's own limit; never above it, but for models whose rope
+    stretches ("dynamic"). Models with longrope have other factors where it is above their original length.
     max_num_seqs: sequences that run at once; what is above waits. max_batched_tokens: tokens in one step at most; a
     longer prompt is computed in chunks, and running sequences gain a token beside each, so that a step's time bounds the
     time between tokens. 512 suits a small model on a CPU; GPUs want 2048 to 8192.

@@ -83,7 +83,8 @@ class Checkpoint:
             return rounded[0].to(dtype).contiguous()
         shape = list(pieces[0].shape)
         shape[axis] = sum(piece.extent for piece in pieces)
-        target = torch.zeros(shape, dtype=dtype)
+        padded = any(piece.stop - piece.start != piece.extent for piece in pieces)
+        target = torch.zeros(shape, dtype=dtype) if padded else torch.empty(shape, dtype=dtype)
         start = 0
         for source, piece in zip(rounded, pieces, strict=True):
             target.narrow(axis, start, source.shape[axis]).copy_(source)

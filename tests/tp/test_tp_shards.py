@@ -14,6 +14,7 @@ from tests.tp.ranks import Ranks
 from tests.tp.reference import expected, forward, load, prompt_of, reference
 from tllm_core.engines.tp.config import ModelConfig, read_config
 from tllm_core.engines.tp.models.shard import heads_of, shard_of
+from tllm_core.engines.tp.prepare import resolve
 from tllm_core.engines.tp.runner import Runner
 from tllm_core.engines.tp.weights import Checkpoint
 from tllm_core.errors import ConfigError, ModelError
@@ -200,3 +201,15 @@ def test_a_missing_tensor_is_named_on_every_rank(small: Path, tmp_path: Path) ->
         Ranks(tmp_path, 2),
     ):
         pass
+
+
+@pytest.mark.model
+@pytest.mark.timeout(900)
+def test_smollm2_on_numbers_of_ranks_by_which_its_9_heads_on_3_do_not_divide() -> None:
+    directory = resolve("smollm2-135m", None, lambda name, done: None)
+    prompt = prompt_of(48)
+    alone = forward(load(directory), [(prompt, 0, [0, 1, 2])])
+    for size in (2, 3, 4):
+        with Ranks(directory, size) as ranks:
+            spread = forward(ranks, [(prompt, 0, [0, 1, 2])])
+        torch.testing.assert_close(spread, alone, atol=2e-3, rtol=0)
