@@ -8,15 +8,15 @@ from pathlib import Path
 
 import torch
 
-from tllm_core.engines.tp.attention import AttentionMetadata
-from tllm_core.engines.tp.attention.torch import TorchAttention
+from tllm_core.engines.tp.attention import AttentionBackend, AttentionMetadata, AttentionShape
 from tllm_core.engines.tp.batch import ScheduledBatch
 from tllm_core.engines.tp.comm import Alone, Group
 from tllm_core.engines.tp.config import ModelConfig, read_config
+from tllm_core.engines.tp.graphs import DecodeGraphs
+from tllm_core.engines.tp.kernels import choose
 from tllm_core.engines.tp.memory import available_bytes
 from tllm_core.engines.tp.models.decoder import Decoder
 from tllm_core.engines.tp.models.shard import Shard, shard_of
-from tllm_core.engines.tp.ops.torch import TorchOps
 from tllm_core.engines.tp.prepare import resolve
 from tllm_core.engines.tp.rope import most_positions
 from tllm_core.engines.tp.spec import TpSettings
@@ -45,7 +45,8 @@ class Runner:
         self.settings, self.group = settings, group or Alone()
         self.device = _device(settings.device)
         self._model: Decoder | None = None
-        self._attention: TorchAttention | None = None
+        self._attention: AttentionBackend | None = None
+        self._graphs: DecodeGraphs | None = None
 
     def load(self, phase: Phase) -> None:
         """Resolves the model, reads its weights and allocates the cache; `phase(name, done)` says what it is doing.
@@ -59,11 +60,13 @@ class Runner:
         self.shard = shard_of(self.config, self.group.rank, self.group.size)
         self.max_seq_len = self._limit()
         self.directory = directory
+        self._kernels = choose(self.settings, self.device, self._dtype(), self.config.head_dim)
         phase("loading weights", 0.0)
         self._model = self._read(directory, self.device, lambda done: phase("loading weights", done))
         phase("allocating the KV cache", None)
         self._size(self._model.dtype)
         self._allocate()
+        self._prepare(lambda done: phase("preparing kernels", done))
 
     def _read(
         self, directory: Path, device: torch.device, progress: Callable[[float], None] = lambda done: None
@@ -73,7 +76,7 @@ class Runner:
                 self.config,
                 checkpoint,
                 group=self.group,
-                ops=TorchOps(),
+                ops=self._kernels.ops,
                 dtype=self._dtype(),
                 device=device,
                 max_positions=self.max_seq_len,
@@ -86,12 +89,16 @@ class Runner:
         assert self._attention is not None
         metadata = AttentionMetadata.of(batch, self.settings.block_size)
         with torch.inference_mode():
+            token_ids = torch.frombuffer(batch.token_ids, dtype=torch.int32)
+            if self._graphs is not None and self._graphs.take(batch, metadata):
+                return self._graphs.run(token_ids, metadata)
             self._attention.plan(metadata)
-            token_ids = torch.frombuffer(batch.token_ids, dtype=torch.int32).to(self.device)
             rows = None
             if len(batch.logits_rows) != len(batch.token_ids):
                 rows = torch.tensor(batch.logits_rows, dtype=torch.int32, device=self.device)
-            return self._model.forward(token_ids, metadata.positions.to(self.device), rows, self._attention)
+            return self._model.forward(
+                token_ids.to(self.device), metadata.positions.to(self.device), rows, self._attention
+            )
 
     def clear(self, blocks: Sequence[int]) -> None:
         """Makes these blocks of the cache zero."""
@@ -100,12 +107,13 @@ class Runner:
 
     def renew_cache(self) -> None:
         """Gives the memory of the whole cache back and takes as much new. Raises ConfigError where there is no room."""
-        self._attention = None
+        self._graphs = self._attention = None
         self._allocate()
+        self._prepare()
 
     def sleep(self, level: int) -> None:
         """Frees the cache. Level 1 puts a GPU's weights aside in the host's memory, level 2 frees them everywhere."""
-        self._attention = None
+        self._graphs = self._attention = None
         if level > 1:
             self._model = None
         elif self._model is not None and self.device.type != "cpu":
@@ -120,6 +128,7 @@ class Runner:
             self._model.move_to(self.device)
         if self._attention is None:
             self._allocate()
+            self._prepare()
 
     def update(self, directory: Path) -> None:
         """Weights of the same shapes from another directory; the old ones stay where that raises ConfigError or ModelError.
@@ -132,7 +141,8 @@ class Runner:
             self._read(directory, torch.device("meta"))
         else:
             self._check_room(directory)
-            self._model = self._read(directory, self.device)
+            self._graphs, self._model = None, self._read(directory, self.device)
+            self._prepare()
             _give_back(self.device)
         self.directory = directory
 
@@ -149,7 +159,7 @@ class Runner:
 
     def close(self) -> None:
         """Frees the weights and the cache."""
-        self._model = self._attention = None
+        self._graphs = self._model = self._attention = None
 
     def _limit(self) -> int:
         own, asked = self.config.max_position_embeddings, self.settings.max_seq_len
@@ -168,30 +178,52 @@ class Runner:
         return dtype
 
     def _size(self, dtype: torch.dtype) -> None:
-        row = self.shard.heads.num_kv * self.config.head_dim * dtype.itemsize
-        self._cache_dtype = dtype
+        itemsize = (self._kernels.kv_dtype or dtype).itemsize
+        row = self.shard.heads.num_kv * self.config.head_dim * itemsize
         self._block_bytes = 2 * self.config.num_layers * self.settings.block_size * row
         self.num_blocks = self.settings.num_blocks or self._fitting_blocks(self._block_bytes)
 
-    def _allocate(self) -> None:
+    def _shape(self) -> AttentionShape:
+        assert self._model is not None
         config, block_size = self.config, self.settings.block_size
+        return AttentionShape(
+            num_layers=config.num_layers,
+            num_blocks=self.num_blocks,
+            block_size=block_size,
+            num_heads=self.shard.heads.num_queries,
+            num_kv_heads=self.shard.heads.num_kv,
+            head_dim=config.head_dim,
+            scale=config.attention_scale,
+            windows=config.windows,
+            dtype=self._model.dtype,
+            device=self.device,
+            max_rows=self.settings.max_num_seqs,
+            max_pages=-(-self.max_seq_len // block_size),
+        )
+
+    def _allocate(self) -> None:
         try:
-            self._attention = TorchAttention(
-                num_layers=config.num_layers,
-                num_blocks=self.num_blocks,
-                block_size=block_size,
-                num_kv_heads=self.shard.heads.num_kv,
-                head_dim=config.head_dim,
-                scale=config.attention_scale,
-                windows=config.windows,
-                dtype=self._cache_dtype,
-                device=self.device,
-            )
+            self._attention = self._kernels.attention(self._shape())
         except (RuntimeError, OSError, MemoryError) as error:
             raise ConfigError(
                 f"no room for the KV cache: {self.num_blocks} blocks take {self.num_blocks * self._block_bytes >> 20} MiB, and"
                 f" {available_bytes(self.device) >> 20} MiB are free; set num_blocks lower, or leave it out"
             ) from error
+
+    @torch.inference_mode()
+    def _prepare(self, progress: Callable[[float], None] = lambda done: None) -> None:
+        """Where weights are to be read later there is nothing to prepare yet."""
+        if self._model is not None and self._attention is not None:
+            model, vocab_size = self._model, self.config.vocab_size
+            try:
+                self._graphs = self._kernels.prepare(
+                    model.forward, self._attention, self._shape(), vocab_size, progress
+                )
+            except torch.OutOfMemoryError as error:
+                raise ConfigError(
+                    f"no room to prepare steps of {self.settings.max_num_seqs} sequences beside the KV cache; set memory_fraction"
+                    " or max_num_seqs lower, or cuda_graphs to false"
+                ) from error
 
     def _fitting_blocks(self, block_bytes: int) -> int:
         """As many blocks as the share of free memory holds, but no more than all sequences at full length need."""

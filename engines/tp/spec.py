@@ -15,7 +15,11 @@ class TpSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     models are kept, None = the user's cache directory.
     dtype: of weights, activations and KV cache; "auto" = float32 on a CPU, the model's own on a GPU.
     device: "auto" = a GPU if there is one, else "cpu"; or as torch writes it.
-    attention: which backend computes attention; "auto" = the best for the device.
+    attention: which library computes attention, norms, rotations and activations; "auto" = FlashInfer on a GPU where it is
+    installed and knows the model's type and heads, else torch. attention_kernels: of FlashInfer for prompts.
+    cuda_graphs: decoding steps are recorded and replayed, with FlashInfer on a GPU.
+    kv_dtype: of the KV cache, "auto" = that of activations; the float8 ones need FlashInfer, and hold keys divided by
+    k_scale and values by v_scale.
     threads: CPU threads of torch, None = the cores that this process may use.
 
     max_seq_len: prompt and new tokens together, None = the model's own limit; never above it, but for models whose rope
@@ -36,7 +40,12 @@ class TpSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     cache_dir: str | None = None
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     device: str = "auto"
-    attention: Literal["auto", "torch"] = "auto"
+    attention: Literal["auto", "torch", "flashinfer"] = "auto"
+    attention_kernels: Literal["auto", "fa2", "fa3"] = "auto"
+    cuda_graphs: bool = True
+    kv_dtype: Literal["auto", "float8_e4m3fn", "float8_e5m2"] = "auto"
+    k_scale: float = 1.0
+    v_scale: float = 1.0
     threads: int | None = None
     tensor_parallel_size: int = 1
     max_seq_len: int | None = None
@@ -66,6 +75,13 @@ class TpSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
             raise ConfigError(
                 f"max_batched_tokens {self.max_batched_tokens} is below max_num_seqs {self.max_num_seqs}: every running"
                 " sequence needs a token in each step; raise the one or lower the other"
+            )
+        for name in ("k_scale", "v_scale"):
+            if not 0 < getattr(self, name) < float("inf"):
+                raise ConfigError(f"{name} must be above 0, not {getattr(self, name)}")
+        if self.kv_dtype != "auto" and self.attention_kernels == "fa3":
+            raise ConfigError(
+                f"attention_kernels 'fa3' reads a kv_dtype of {self.kv_dtype} with float8 queries only; leave one out"
             )
         if self.kv_events < 0:
             raise ConfigError(f"kv_events must be at least 0, not {self.kv_events}")

@@ -2,7 +2,7 @@
 
 from array import array
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain, islice, takewhile
 
 import torch
@@ -68,6 +68,55 @@ class AttentionMetadata:
             slot_mapping=blocks * block_size + positions % block_size,
             block_size=block_size,
             num_decodes=sum(1 for _ in takewhile(lambda length: length == 1, batch.query_lens)),
+        )
+
+    def padded(self, num_sequences: int, page: int) -> "AttentionMetadata":
+        """As many sequences as a captured graph has, for a batch that only decodes: each added one is a token alone in `page`.
+
+        Raises ValueError where the batch has a prompt, or more sequences than that.
+        """
+        extra = num_sequences - self.num_sequences
+        if extra < 0 or self.num_decodes != self.num_sequences:
+            raise ValueError(
+                f"{self.num_sequences} sequences, {self.num_decodes} of which decode, are no part of {num_sequences}"
+            )
+        ones = torch.ones(extra, dtype=torch.int32)
+        zeros = torch.zeros(extra, dtype=torch.int32)
+        everyone = torch.arange(num_sequences + 1, dtype=torch.int32)
+        return replace(
+            self,
+            qo_indptr=everyone,
+            kv_indptr=torch.cat((self.kv_indptr, self.kv_indptr[-1] + everyone[1 : extra + 1])),
+            kv_indices=torch.cat((self.kv_indices, torch.full((extra,), page, dtype=torch.int32))),
+            last_page_len=torch.cat((self.last_page_len, ones)),
+            seq_lens=torch.cat((self.seq_lens, ones)),
+            batch_indices=everyone[:-1],
+            positions=torch.cat((self.positions, zeros)),
+            slot_mapping=torch.cat(
+                (self.slot_mapping, torch.full((extra,), page * self.block_size, dtype=torch.int32))
+            ),
+            num_decodes=num_sequences,
+        )
+
+    def unrolled(self) -> "AttentionMetadata":
+        """Every token as a sequence of its own, that ends with it: the same attention, computed in the same way for all."""
+        seq_lens = self.positions + 1
+        counts = (self.positions // self.block_size + 1).long()
+        kv_indptr = _starts(counts)
+        first = self.kv_indptr.index_select(0, self.batch_indices)
+        # Within each token's pages they count from its sequence's first page on.
+        pages = torch.arange(int(kv_indptr[-1]), dtype=torch.int32)
+        pages += (first - kv_indptr[:-1]).repeat_interleave(counts)
+        everyone = torch.arange(self.num_tokens + 1, dtype=torch.int32)
+        return replace(
+            self,
+            qo_indptr=everyone,
+            kv_indptr=kv_indptr,
+            kv_indices=self.kv_indices.index_select(0, pages),
+            last_page_len=self.positions % self.block_size + 1,
+            seq_lens=seq_lens,
+            batch_indices=everyone[:-1],
+            num_decodes=self.num_tokens,
         )
 
 
