@@ -399,11 +399,9 @@ def test_frontends_in_other_processes(directory: Path, protocol: str) -> None:
 
 LONELY = """
 import sys
-from tllm_core.conformance.proxy import CutProxy
-from tllm_core.contracts.interfaces import EngineAddress
-from tllm_core.transports.zmq import ZmqSettings, ZmqTransport
-address = EngineAddress(transport="zmq", engine="model", generation=1, endpoints={"zmq": sys.argv[1]})
-port = ZmqTransport(ZmqSettings()).connect(address, b"\\x01" * 16)
+from tllm_core.transports.zmq import ZmqSettings
+from tllm_core.transports.zmq.ports import ZmqFrontendPort
+port = ZmqFrontendPort(ZmqSettings(), sys.argv[1], b"\\x01" * 16)
 for number in range(3):
     port.send([b"unsent"])
 print("sent", flush=True)

@@ -10,6 +10,7 @@ from typing import Any
 import zmq
 
 from tllm_core.contracts.interfaces import PORT_UP, PortState
+from tllm_core.transports.zmq.reach import unreachable
 
 CONNECTED = int(zmq.Event.HANDSHAKE_SUCCEEDED)
 DISCONNECTED = int(zmq.Event.DISCONNECTED)
@@ -75,11 +76,14 @@ class FrontendPath(EnginePath):
 
     libzmq connects again after a connection that broke, and never again after one on which it met what is no ZMTP. So a
     connection that ended is renewed here unless libzmq soon says that it tries again, and so is one that nothing comes of.
+
+    met: there has been a connection to something that speaks ZMTP. failed: an attempt before that came to nothing.
     """
 
     def __init__(self, socket: zmq.Socket[bytes], endpoint: str) -> None:
         super().__init__(socket, CONNECTED | DISCONNECTED | RETRIED)
         self._endpoint = endpoint
+        self.met = self.failed = False
         self._lost_because = f"what listens at {endpoint} does not answer as an engine does; trying again"
         self._renew_s = RENEW_S
         self.renew_at = time.monotonic() + ATTEMPT_S
@@ -95,9 +99,14 @@ class FrontendPath(EnginePath):
     def _take(self, event: int, value: int, now: float) -> bool:
         if event == RETRIED:
             self.renew_at = now + value / 1000 + ATTEMPT_S
-            return False
-        noteworthy = event == DISCONNECTED or not self.state.up
+            is_news = not self.met and not self.failed
+            if is_news:
+                self.failed = True
+                self.state = PortState(False, unreachable(self._endpoint), now)
+            return is_news
+        noteworthy = event == DISCONNECTED or not self.state.up or not self.met
         if event == CONNECTED:
+            self.met = True
             self.renew_at, self._renew_s = None, RENEW_S
             self._lost_because = "the connection is lost; reconnecting"
             self.state = PortState(True, "", now)

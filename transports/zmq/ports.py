@@ -278,17 +278,28 @@ class ZmqEnginePort(_SocketPort, EnginePort):
 class ZmqFrontendPort(_SocketPort, FrontendPort):
     """A frontend's end. It may be there before the engine is; what is sent meanwhile waits."""
 
+    _first_path: FrontendPath | None = None
+
     def __init__(self, settings: ZmqSettings, endpoint: str, peer: PeerId) -> None:
         super().__init__(zmq.DEALER, settings)
         try:
             if endpoint.startswith("tcp:"):
-                self._watch(FrontendPath(self._socket, endpoint))
+                self._watch(path := FrontendPath(self._socket, endpoint))
+                self._first_path = path
             self._socket.setsockopt(zmq.ROUTING_ID, peer)
             self._socket.setsockopt(zmq.IPV6, "[" in endpoint)
             self._socket.connect(endpoint)
         except BaseException:
             self.close()
             raise
+
+    def meet(self, timeout: float) -> bool:
+        """Waits for the first connection. False where attempts at it came to nothing for all that time: then somebody has said
+        so. Before the first `receive` of others."""
+        path, deadline = self._first_path, time.monotonic() + timeout
+        while path is not None and not path.met and (left := deadline - time.monotonic()) > 0:
+            self.receive(left)  # nothing is sent to a frontend that has not spoken yet
+        return path is None or path.met or not path.failed
 
     def send(self, frame: Frame) -> None:
         self._send(frame, None)

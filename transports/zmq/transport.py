@@ -15,14 +15,17 @@ from tllm_core.contracts.interfaces import Capability, EngineAddress, PeerId, Tr
 from tllm_core.errors import ConfigError, TransportError
 from tllm_core.transports.zmq.names import HeldName, discard, private_directory
 from tllm_core.transports.zmq.ports import ZmqEnginePort, ZmqFrontendPort
+from tllm_core.transports.zmq.reach import objection, unreachable
 from tllm_core.transports.zmq.settings import ZmqSettings
 
 ENDPOINT = "zmq"
 WILDCARDS = ("*", "0.0.0.0", "::")
+MEET_S = 1.0
+"""An engine listens before its address is told, so that a refusal is none that passes."""
 
 
 class ZmqTransport(Transport):
-    """One connection per frontend; the engine binds. Constructing and connecting wait for nobody."""
+    """One connection per frontend; the engine binds. Connecting by tcp waits up to MEET_S for the first connection."""
 
     name: ClassVar[str] = "zmq"
     settings_type: ClassVar[type[Struct]] = ZmqSettings
@@ -56,14 +59,19 @@ class ZmqTransport(Transport):
         return port
 
     def connect(self, engine: EngineAddress, peer: PeerId) -> ZmqFrontendPort:
-        """Raises TransportError for an address that is none of this transport's."""
+        """Raises TransportError for an address that is none of this transport's, and for one where the system says for MEET_S
+        that nobody is to be reached."""
         endpoint = engine.endpoints.get(ENDPOINT, "")
         if not endpoint.startswith(("ipc://", "tcp://")):
             raise TransportError(f"engine {engine.engine!r} has no zmq address: {engine.endpoints}")
         try:
-            return ZmqFrontendPort(self.settings, endpoint, peer)
+            port = ZmqFrontendPort(self.settings, endpoint, peer)
         except zmq.ZMQError as error:
             raise TransportError(f"can't connect to {endpoint}: {error}") from None
+        if not port.meet(MEET_S) and (why := objection(endpoint)) is not None:
+            port.close()
+            raise TransportError(unreachable(endpoint, why))
+        return port
 
     def discard(self, address: EngineAddress) -> None:
         directory = private_directory(self.settings.directory)
