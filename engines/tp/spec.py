@@ -77,8 +77,8 @@ class TpSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
                 " sequence needs a token in each step; raise the one or lower the other"
             )
         for name in ("k_scale", "v_scale"):
-            if not 0 < getattr(self, name) < float("inf"):
-                raise ConfigError(f"{name} must be above 0, not {getattr(self, name)}")
+            if not 0 < getattr(self, name) < 3.4e38:  # kernels take it as a float32
+                raise ConfigError(f"{name} must be above 0 and fit in a float32, not {getattr(self, name)}")
         if self.kv_dtype != "auto" and self.attention_kernels == "fa3":
             raise ConfigError(
                 f"attention_kernels 'fa3' reads a kv_dtype of {self.kv_dtype} with float8 queries only; leave one out"
