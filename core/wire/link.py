@@ -260,7 +260,7 @@ class EngineLink(Pump):
 
     def broadcast(self, message: DownMessage) -> None:
         """Sends a message to every session whose lane has room; Stopping and Obituary always find it, and are told also to
-        whoever completes an attach later."""
+        whoever asks to attach later."""
         snapshot = self._terms.snapshot(message)
         with self._lock:
             if isinstance(message, Stopping | Obituary):

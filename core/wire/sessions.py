@@ -158,7 +158,7 @@ class EngineSessions:
         return True
 
     def close_with(self, words: Snapshot) -> None:
-        """The last words of this engine: who completes an attach from now on hears them, too."""
+        """The last words of this engine: who asks to attach from now on hears them, too."""
         self._last_words = self._last_words or words
 
     def beat(self, beat: Beat, now: float) -> None:
@@ -264,6 +264,8 @@ class EngineSessions:
         attached = Attached(session, hello, welcome, self._new_silence(), now)
         attached.is_owner = bool(self._owner) and hmac.compare_digest(hello.owner, self._owner)
         self._table.add(attached)
+        if self._last_words is not None:
+            self.offer(number, self._last_words)
         self._check_at = now if self._check_at is None else self._check_at
         return attached
 
@@ -354,8 +356,6 @@ class EngineSessions:
     def _confirm(self, attached: Attached, now: float) -> list[tuple[int, UpMessage]]:
         """The frontend has its Welcome; whatever the same peer had opened before ends."""
         abandoned, earlier = self._table.confirm(attached)
-        if self._last_words is not None:
-            attached.session.offer(self._last_words)
         for number in abandoned:
             self._table.release_id(self._remove(number, "the frontend began anew", now, tell=False))
         return [] if earlier is None else self._leave(earlier, "the frontend began anew", now)

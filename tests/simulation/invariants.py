@@ -152,7 +152,7 @@ def lane_is_bounded(sim: Simulation, process: Process) -> None:
         session = process.link._session
         if session is not None:
             sender = session.lane.sender
-            sender_is_bounded(sim, process.name, sender)
+            sender_is_bounded(process.name, sender)
             if sender.sent < sender.last and process.link.lane is not None:
                 lane = process.link.lane
                 waiting = lane.up[bisect_right(lane.up_ends, sender.sent) :]
@@ -161,7 +161,7 @@ def lane_is_bounded(sim: Simulation, process: Process) -> None:
     sessions, settings = process.link._sessions, sim.settings
     for number, attached in sessions.table.items():
         sender = attached.session.lane.sender
-        sender_is_bounded(sim, process.name, sender)
+        sender_is_bounded(process.name, sender)
         if sender.sent < sender.last:
             lane = sim.lanes[number]
             waiting = lane.down[bisect_right(lane.down_ends, sender.sent) :]
@@ -185,10 +185,10 @@ def sessions_end_without_a_path(sim: Simulation, engine: EngineProcess) -> None:
         raise Violation("I8", f"{engine.name} has had no path for {down_s:.2f} s and keeps its sessions")
 
 
-def sender_is_bounded(sim: Simulation, name: str, sender: object) -> None:
+def sender_is_bounded(name: str, sender: object) -> None:
     count = sender.sent - sender.acked
     if count > 1:
-        wire = sim.settings.wire
+        wire = sender.settings
         if count > wire.window_frames:
             raise Violation("I10", f"{name} has {count} frames in flight of {wire.window_frames}")
         flight = sum(sender._frames[at].size for at in range(sender.acked + 1, sender.sent + 1))
