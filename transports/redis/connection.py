@@ -133,9 +133,10 @@ class Dialer:
             try:
                 return self._dial_served(deadline - time.monotonic())
             except LOST as error:
-                if not _may_pass(error) or time.monotonic() + settings.reconnect_s >= deadline:
+                left_s = deadline - time.monotonic()
+                if not _may_pass(error) or left_s <= 0:
                     raise
-            time.sleep(settings.reconnect_s)  # there is nothing to wait for that tells when a server listens
+            time.sleep(min(settings.reconnect_s, left_s))  # there is nothing to wait for that tells when a server listens
 
     def _dial_served(self, at_most_s: float) -> Connection:
         """Once commands are served: a server that loads takes connections, too."""
