@@ -136,7 +136,8 @@ class Dialer:
                 left_s = deadline - time.monotonic()
                 if not _may_pass(error) or left_s <= 0:
                     raise
-            time.sleep(min(settings.reconnect_s, left_s))  # there is nothing to wait for that tells when a server listens
+            # There is nothing to wait for that tells when a server listens.
+            time.sleep(min(settings.reconnect_s, left_s))
 
     def _dial_served(self, at_most_s: float) -> Connection:
         """Once commands are served: a server that loads takes connections, too."""
