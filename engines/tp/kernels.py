@@ -10,8 +10,10 @@ import torch
 
 from tllm_core.engines.tp.attention import AttentionBackend, AttentionShape, CapturableAttention
 from tllm_core.engines.tp.attention.flashinfer import FlashInferAttention
+from tllm_core.engines.tp.attention.invariant import InvariantAttention
 from tllm_core.engines.tp.attention.torch import TorchAttention
 from tllm_core.engines.tp.graphs import CudaRecorder, DecodeGraphs, Forward, Recorder, warm_up
+from tllm_core.engines.tp.invariant import InvariantOps
 from tllm_core.engines.tp.ops import Ops
 from tllm_core.engines.tp.ops.flashinfer import FlashInferOps
 from tllm_core.engines.tp.ops.torch import TorchOps
@@ -45,15 +47,16 @@ class Kernels(ABC):
 
 
 class TorchKernels(Kernels):
-    """Any device and type."""
+    """Any device and type. batch_invariant: see `invariant`."""
 
     name = "torch"
 
-    def __init__(self) -> None:
-        self.ops = TorchOps()
+    def __init__(self, *, batch_invariant: bool = False) -> None:
+        self.ops = InvariantOps(TorchOps()) if batch_invariant else TorchOps()
+        self._attention = InvariantAttention if batch_invariant else TorchAttention
 
     def attention(self, shape: AttentionShape) -> AttentionBackend:
-        return TorchAttention(
+        return self._attention(
             num_layers=shape.num_layers,
             num_blocks=shape.num_blocks,
             block_size=shape.block_size,
@@ -123,7 +126,7 @@ def choose(settings: TpSettings, device: torch.device, dtype: torch.dtype, head_
     if obstacle is None:
         flashinfer, obstacle = _import()
     if obstacle is None:
-        return FlashInferKernels(flashinfer, settings)
+        return FlashInferKernels(flashinfer, settings, batch_invariant=settings.batch_invariant)
     if settings.attention == "flashinfer":
         raise ConfigError(f"attention 'flashinfer' can't be used: {obstacle}")
     if device.type == "cuda":
@@ -134,7 +137,7 @@ def choose(settings: TpSettings, device: torch.device, dtype: torch.dtype, head_
 def _torch(settings: TpSettings) -> Kernels:
     if settings.kv_dtype != "auto":
         raise ConfigError(f"kv_dtype {settings.kv_dtype!r} needs attention 'flashinfer', on a GPU; leave it out")
-    return TorchKernels()
+    return TorchKernels(batch_invariant=settings.batch_invariant)
 
 
 def _obstacle(device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:

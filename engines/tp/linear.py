@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - everybody's name for it
 
 from tllm_core.engines.tp.comm import Group
+from tllm_core.engines.tp.invariant import in_blocks
 
 _EXPECTED_ROWS = 512
 """Rows that oneDNN packs for; measured as good as smaller guesses at 1 to 512 rows."""
@@ -44,12 +45,13 @@ def _packs(weight: torch.Tensor) -> bool:
 class Linear:
     """`x @ weight.T + bias` for x [rows, in_features]; weight [out_features, in_features], bias [out_features] or None.
 
-    Takes the weight over: where it is packed, the plain one is not kept.
+    Takes the weight over: where it is packed, the plain one is not kept. in_blocks: see `invariant`.
     """
 
-    __slots__ = ("bias", "packed", "weight")
+    __slots__ = ("bias", "in_blocks", "packed", "weight")
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
+        self.in_blocks = False
         self.packed = _packs(weight)
         self.weight = torch.ops.mkldnn._reorder_linear_weight(weight, _EXPECTED_ROWS) if self.packed else weight
         self.bias = bias
@@ -62,6 +64,9 @@ class Linear:
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """[rows, out_features]."""
+        return in_blocks(self._product, x) if self.in_blocks else self._product(x)
+
+    def _product(self, x: torch.Tensor) -> torch.Tensor:
         if self.packed:
             y: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, self.weight, self.bias, "none", [], "")
             return y
@@ -69,6 +74,8 @@ class Linear:
 
     def add_to(self, residual: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         """`residual` [rows, out_features] plus the product, in one kernel where that exists."""
+        if self.in_blocks:
+            return residual + in_blocks(self._product, x)
         if self.packed:
             y: torch.Tensor = torch.ops.mkldnn._linear_pointwise.binary(x, residual, self.weight, self.bias, "add")
             return y

@@ -13,6 +13,7 @@ from tllm_core.engines.tp.batch import ScheduledBatch
 from tllm_core.engines.tp.comm import Alone, Group
 from tllm_core.engines.tp.config import ModelConfig, read_config
 from tllm_core.engines.tp.graphs import DecodeGraphs
+from tllm_core.engines.tp.invariant import whole_threads
 from tllm_core.engines.tp.kernels import choose
 from tllm_core.engines.tp.memory import available_bytes
 from tllm_core.engines.tp.models.decoder import Decoder
@@ -53,7 +54,8 @@ class Runner:
 
         Raises ConfigError or ModelError for a model or setting that can't be used.
         """
-        torch.set_num_threads(self.settings.threads or _usable_cores())
+        threads = self.settings.threads or _usable_cores()
+        torch.set_num_threads(whole_threads(threads) if self.settings.batch_invariant else threads)
         phase("resolving the model", None)
         directory = resolve(self.settings.model, self.settings.cache_dir, phase)
         self.config = read_config(directory, _name(self.settings.model))
@@ -72,7 +74,7 @@ class Runner:
         self, directory: Path, device: torch.device, progress: Callable[[float], None] = lambda done: None
     ) -> Decoder:
         with Checkpoint(directory) as checkpoint:
-            return Decoder(
+            model = Decoder(
                 self.config,
                 checkpoint,
                 group=self.group,
@@ -82,6 +84,9 @@ class Runner:
                 max_positions=self.max_seq_len,
                 progress=progress,
             )
+        if self.settings.batch_invariant:
+            model.compute_in_blocks()
+        return model
 
     def execute(self, batch: ScheduledBatch) -> torch.Tensor | None:
         """float32 logits [len(batch.logits_rows), vocab] on the model's device on rank 0; None on others."""

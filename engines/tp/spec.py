@@ -32,6 +32,8 @@ class TpSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     are loaded, of which `memory_fraction` is taken: None = 0.85 of a GPU's; 0.25 of the host's, but at most 4 GiB.
     kv_events: how many of the last events of the KV cache are kept for `executor.kv_events()`; 0 = none.
     seed: makes requests without a seed of their own repeatable from start to start; None = drawn.
+    batch_invariant: the logits of a sequence are the same to the bit whatever runs beside it, in chunks or in one, after
+    a preemption or not. Several times slower; checked on CPUs, in float32 and bfloat16.
     guided: whether requests may ask for guided decoding, where llguidance is installed and the model has a tokenizer;
     reading its vocabulary takes half a second per 50,000 tokens at the start.
     """
@@ -56,6 +58,7 @@ class TpSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     memory_fraction: float | None = None
     kv_events: int = 8192
     seed: int | None = None
+    batch_invariant: bool = False
     guided: bool = True
 
     def __post_init__(self) -> None:
@@ -83,6 +86,8 @@ class TpSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
             raise ConfigError(
                 f"attention_kernels 'fa3' reads a kv_dtype of {self.kv_dtype} with float8 queries only; leave one out"
             )
+        if self.batch_invariant and 256 % self.block_size:
+            raise ConfigError(f"batch_invariant needs a block_size that divides 256, not {self.block_size}")
         if self.kv_events < 0:
             raise ConfigError(f"kv_events must be at least 0, not {self.kv_events}")
         if self.memory_fraction is not None and not 0 < self.memory_fraction < 1:

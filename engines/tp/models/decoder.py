@@ -140,6 +140,12 @@ class Decoder:
         for part in (self.norm, self.head, *(part for layer in self.layers for part in layer.parts())):
             part.move_to(device)
 
+    def compute_in_blocks(self) -> None:
+        """From now on every product gets blocks of the same number of rows; see `invariant`."""
+        for part in (self.head, *(part for layer in self.layers for part in layer.parts())):
+            if isinstance(part, Linear):
+                part.in_blocks = True
+
     @torch.inference_mode()
     def forward(
         self,
