@@ -21,7 +21,8 @@ SOURCES := pyproject.toml setup.py constraints.txt
 LINKED := PYTHONPATH=.typing
 
 # Most tests wait for processes rather than compute, so that more of them than cores may run at once; those of a file or class share its fixtures.
-PARALLEL ?= -n 4 --dist loadscope
+# The order is that of tests/conftest.py: what takes minutes begins first.
+PARALLEL ?= -n 4 --dist loadscope --no-loadscope-reorder
 
 # torch's threads spin for each other; on few cores, shared with processes under test, long spins keep those from running.
 export GOMP_SPINCOUNT ?= 10000

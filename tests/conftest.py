@@ -5,7 +5,13 @@ from collections.abc import Iterator
 
 import pytest
 
-LONGEST = ("tests/simulation/test_simulation.py", "tests/tp/test_tp_equality.py", "tests/packaging/")
+LONGEST = (
+    "tests/simulation/test_simulation.py",
+    "tests/tp/test_tp_equality.py",
+    "tests/packaging/",
+    "tests/mutants/",
+    "tests/soak/",
+)
 """What takes minutes begins first, so that nothing waits for it at the end."""
 
 
