@@ -59,7 +59,7 @@ def test_paused_requests_stay_and_go_on_where_they_were(model_dir: Path) -> None
     assert bench.engine.paused
     late = bench.submit(prompts(5, 30, 18, seed=9)[2], max_tokens=12, ignore_eos=True)
     step = bench.engine.step()
-    assert (step.outputs, step.again) == ((), False)
+    assert (list(step.outputs), step.again) == ([], False)
     assert bench.engine.stats().extra["paused"] is True
     assert (bench.engine.stats().running, bench.engine.stats().waiting) == (2, 1)
     call(bench, "resume")
