@@ -2,7 +2,7 @@
 # make test        a virtual environment, the package, and the whole check
 # make check-fast  the whole check less the slow parts: no model, no wheel
 # make lint        ruff, mypy and the import rules alone
-# make soak        100,000 requests of every outcome, a million hostile frames, ten idle minutes; about half an hour
+# make soak        100,000 requests of every outcome, 10,000 to a model, a million hostile frames, ten idle minutes; about half an hour
 # make clean       removes what these made
 #
 # PYTHON       which Python 3.11 or newer makes the environment      (python3)
@@ -73,7 +73,7 @@ $(VENV)/.test: $(VENV)/.torch $(SOURCES)
 	touch $@
 
 soak: $(VENV)/.test
-	TLLM_SOAK_REQUESTS=100000 TLLM_SOAK_IDLE_S=600 TLLM_FUZZ_FRAMES=1000000 $(BIN)/python -m pytest tests/soak tests/faults/test_fuzz.py -s --timeout 3600 -o faulthandler_timeout=3500
+	TLLM_SOAK_REQUESTS=100000 TLLM_SOAK_ENGINE_REQUESTS=10000 TLLM_SOAK_IDLE_S=600 TLLM_FUZZ_FRAMES=1000000 $(BIN)/python -m pytest tests/soak tests/faults/test_fuzz.py -s --timeout 3600 -o faulthandler_timeout=3500
 	$(BIN)/python -m tests.simulation --seed 10000000 --schedules 50000 --processes 2
 
 clean:

@@ -14,7 +14,8 @@ class ScheduledBatch(Struct, kw_only=True, gc=False):
     context_lens: [sequences] tokens of each that are in the cache already. block_tables: per sequence the blocks that
     cover context and query, ceil((context + query) / block_size) of them; token position p lives in block
     `table[p // block_size]` at row `p % block_size`. logits_rows: rising indexes into `token_ids` of the tokens whose
-    logits are wanted. num_decodes: how many sequences from the front are decoding.
+    logits are wanted. num_decodes: how many sequences from the front are decoding. copies: (from, to) of blocks whose
+    content is copied before anything is written, as if all were read before any copy is made; no block is copied to twice.
     """
 
     token_ids: array[int]
@@ -23,3 +24,4 @@ class ScheduledBatch(Struct, kw_only=True, gc=False):
     block_tables: list[list[int]]
     logits_rows: list[int]
     num_decodes: int = 0
+    copies: list[tuple[int, int]] = []

@@ -6,7 +6,8 @@ host's memory; a CPU's are there already. It is refused while there are requests
 refused. wakeup() takes the memory again, and reads weights that were freed.
 update_weights(path, while_running=False) replaces the weights by those of a directory; running requests go on with the new
 ones, over keys and values of the old, where that is asked for, else it is refused while there are any.
-reset_caches() clears every block that no request owns, and returns how many were; there is no prefix cache yet.
+reset_prefix_cache() has no request find what was computed so far, and returns how many blocks could be found; requests
+that run keep theirs. reset_caches() does that and clears every block that no request owns, and returns how many were used.
 start_profile(directory), stop_profile(): torch's profiler. kv_events(since=0): what became of blocks.
 """
 
@@ -74,9 +75,9 @@ class Controls:
         self._refuse_while_running("sleep")
         if level > self.asleep:
             self._runner.sleep(level)
+            self._scheduler.forget_prefixes()
             self._scheduler.pool.forget()
-            self._scheduler.suspects.clear()
-            self._events.cleared()
+            self._scheduler.tables.suspects.clear()
             self.asleep = level
         self._engine.paused = True
         return None
@@ -93,19 +94,23 @@ class Controls:
         if not while_running:
             self._refuse_while_running("update_weights")
         self._runner.update(Path(path).expanduser().absolute())
+        self._scheduler.forget_prefixes()
         return None
+
+    def _reset_prefix_cache(self) -> Plain:
+        return self._scheduler.forget_prefixes()
 
     def _reset_caches(self) -> Plain:
         self._refuse_asleep("reset_caches")
         pool = self._scheduler.pool
         blocks = pool.idle()
+        self._scheduler.forget_prefixes()
         if pool.used:
             self._runner.clear(blocks)
         else:
             self._runner.renew_cache()
             pool.forget()
-        self._scheduler.suspects.clear()
-        self._events.cleared()
+        self._scheduler.tables.suspects.clear()
         return len(blocks)
 
     def _start_profile(self, directory: Plain) -> Plain:
@@ -137,6 +142,7 @@ METHODS: dict[str, Callable[..., Plain]] = {
     "sleep": Controls._sleep,
     "wakeup": Controls._wakeup,
     "update_weights": Controls._update_weights,
+    "reset_prefix_cache": Controls._reset_prefix_cache,
     "reset_caches": Controls._reset_caches,
     "start_profile": Controls._start_profile,
     "stop_profile": Controls._stop_profile,

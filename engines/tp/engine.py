@@ -34,13 +34,14 @@ from tllm_core.engines.tp.requests import Intake, LiveRequest
 from tllm_core.engines.tp.rules import nothing_left
 from tllm_core.engines.tp.runner import Runner
 from tllm_core.engines.tp.sampler import EMPTY, Sampled, Sampler
-from tllm_core.engines.tp.scheduler import PromptRows, Scheduled, Scheduler
+from tllm_core.engines.tp.scheduled import Probe, PromptRows, Scheduled
+from tllm_core.engines.tp.scheduler import Scheduler
 from tllm_core.engines.tp.sequence import Sequence
 from tllm_core.engines.tp.spec import TpSettings
 from tllm_core.errors import RequestError
 
 SUPPORTS = frozenset(SamplingParams.__struct_fields__) - {"stop", "bad_words", "guided"} | {"cache_salt"}
-"""No prefix is shared between requests, so that every salt is honoured."""
+"""Prefixes are shared between requests of equal salts only; with `enable_prefix_cache = false` between none."""
 
 _BROKEN = "the model's logits are not finite (NaN or infinity); this request can't go on"
 
@@ -70,11 +71,11 @@ class TpEngine(Engine):
         config = runner.config
         events = KvEventLog(settings.kv_events)
         self._scheduler = Scheduler(
-            BlockPool(runner.num_blocks, settings.block_size),
+            BlockPool(runner.num_blocks, settings.block_size, events),
             max_num_seqs=settings.max_num_seqs,
             max_batched_tokens=settings.max_batched_tokens,
             max_seq_len=runner.max_seq_len,
-            events=events,
+            reuse=settings.enable_prefix_cache,
         )
         self._controls = Controls(self, runner, self._scheduler, events)
         context.phase("reading the vocabulary", None)
@@ -130,6 +131,8 @@ class TpEngine(Engine):
         logits = self._runner.execute(scheduled.batch)
         assert logits is not None
         outputs += self._note_prompts(logits, scheduled.prompt_rows)
+        if scheduled.probes:
+            outputs += self._note_probes(logits, scheduled.probes)
         if scheduled.sampled:
             wanted = logits if scheduled.sample_rows is None else logits[scheduled.sample_rows]
             sampled = self._sampler.sample(wanted, scheduled.sampled)
@@ -148,6 +151,10 @@ class TpEngine(Engine):
             # Computed, what was preempted again; `prompt_tokens` are those of requests, once each.
             "prefill_tokens": self._prefill_tokens,
             "decode_tokens": self._decode_tokens,
+            # Looked for at every admission and found then, what was preempted again; `cached_tokens` are of prompts, once.
+            "cache_queries": scheduler.tables.queries,
+            "cache_hits": scheduler.tables.hits,
+            "kv_blocks_cached": pool.published,
             "paused": self.paused,
             "asleep": self._controls.asleep,
         }
@@ -173,8 +180,7 @@ class TpEngine(Engine):
         self._runner.close()
 
     def _begin(self, live: LiveRequest) -> None:
-        for sequence in live.sequences:
-            self._scheduler.add(sequence)
+        self._scheduler.add(*live.sequences)
 
     def _begin_compiled(self) -> list[Output]:
         """Requests whose grammar has been compiled meanwhile begin now, or fail where it can't be."""
@@ -216,9 +222,10 @@ class TpEngine(Engine):
         if length == sequence.prompt_len + 1:
             if live.first_token_at is None:
                 self._stats.prompt_tokens += live.prompt_tokens
+                self._stats.cached_tokens += sequence.cached_tokens
             live.note_first_token(sequence, now)
             if sequence.prompt_logprobs is not None:
-                output.prompt_logprobs, sequence.prompt_logprobs = sequence.prompt_logprobs, None
+                output.prompt_logprobs = sequence.prompt_logprobs
         if token in sequence.stop_ids and length > sequence.min_len:
             self._end(output, live, sequence, "stop", now)
         elif length >= sequence.max_len:
@@ -253,9 +260,10 @@ class TpEngine(Engine):
             self._scheduler.remove(sequence, broken=broken)
 
     def _clear_suspects(self) -> None:
-        if self._scheduler.suspects:
-            self._runner.clear(self._scheduler.suspects)
-            self._scheduler.suspects = []
+        tables = self._scheduler.tables
+        if tables.suspects:
+            self._runner.clear(tables.suspects)
+            tables.suspects = []
 
     def _note_prompts(self, logits: torch.Tensor, wanted: AbstractSequence[PromptRows]) -> list[Output]:
         """Keeps the logprobs of prompt tokens until their sequence's first output; those that are broken fail now."""
@@ -269,6 +277,12 @@ class TpEngine(Engine):
             else:
                 sequence.prompt_logprobs += [entries for entries in found if entries is not None]
         return failed
+
+    def _note_probes(self, logits: torch.Tensor, probes: AbstractSequence[Probe]) -> list[Output]:
+        """Fails those whose chunk is broken, before anybody finds it in the cache."""
+        sound = torch.isfinite(logits[[probe.row for probe in probes]].amax(dim=-1)).tolist()
+        broken = [sequence.request_id for (sequence, _), fine in zip(probes, sound, strict=True) if not fine]
+        return [self._fail(self._live[request_id]) for request_id in broken if request_id in self._live]
 
     def _count(self, scheduled: Scheduled, generated: int, took_s: float) -> None:
         stats = self._stats

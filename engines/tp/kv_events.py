@@ -16,11 +16,12 @@ class KvEventLog:
         self._kept: deque[KvEvent] = deque(maxlen=most)
         self._next = 0
 
-    def stored(self, blocks: Sequence[int], tokens: int) -> None:
-        self._add(KvEvent("stored", tuple(blocks), tokens))
+    def stored(self, blocks: Sequence[int], tokens: int, hashes: Sequence[int], parent: int | None) -> None:
+        """`hashes`: of the content of each block. `parent`: the hash before the first, None at the start of a prompt."""
+        self._add(KvEvent("stored", tuple(blocks), tokens, tuple(hashes), parent))
 
-    def removed(self, blocks: Sequence[int]) -> None:
-        self._add(KvEvent("removed", tuple(blocks)))
+    def removed(self, blocks: Sequence[int], hashes: Sequence[int]) -> None:
+        self._add(KvEvent("removed", tuple(blocks), 0, tuple(hashes)))
 
     def cleared(self) -> None:
         self._add(KvEvent("cleared"))

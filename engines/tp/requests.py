@@ -7,6 +7,7 @@ import torch
 from msgspec import Struct, field
 
 from tllm_core.contracts.messages import EngineRequest, RequestMetrics, SamplingParams, TokenIds
+from tllm_core.engines.tp.kv_hashes import root
 from tllm_core.engines.tp.ranking import Ranking
 from tllm_core.engines.tp.rules import Rules
 from tllm_core.engines.tp.scheduler import Scheduler
@@ -18,7 +19,7 @@ class LiveRequest(Struct, eq=False):
     """A request whose `sequences` have not all ended. Times are monotonic seconds.
 
     started_at, first_token_at: of the first sequence that got a token, None until then. ranking: holds the outputs of a
-    `best_of` back.
+    `best_of` back. cached_tokens: of the prompt, found in the cache by the first sequence.
     """
 
     request_id: int
@@ -31,11 +32,13 @@ class LiveRequest(Struct, eq=False):
     generated_tokens: int = 0
     preemptions: int = 0
     ranking: Ranking | None = None
+    cached_tokens: int = 0
 
     def note_first_token(self, sequence: Sequence, now: float) -> None:
         """The first sequence's counts for the request."""
         if self.first_token_at is None:
             self.started_at, self.first_token_at = sequence.admitted_at, now
+            self.cached_tokens = sequence.cached_tokens
 
     def end(self, sequence: Sequence, now: float) -> RequestMetrics | None:
         """Notes the end of one sequence; the last one brings the request's metrics."""
@@ -52,6 +55,7 @@ class LiveRequest(Struct, eq=False):
             prefill_s=first - started,
             decode_s=now - first,
             prompt_tokens=self.prompt_tokens,
+            cached_tokens=self.cached_tokens,
             generated_tokens=self.generated_tokens,
             preemptions=self.preemptions,
         )
@@ -86,6 +90,7 @@ class Intake:
         live = LiveRequest(request.request_id, sampling, len(prompt), now)
         live.ranking = Ranking(sampling.n) if sampling.sequences > sampling.n else None
         stop_ids = self._stop_ids(sampling)
+        chain_root = root(request.cache_salt)
         self._arrivals += 1
         for index in range(sampling.sequences):
             order = (request.priority, self._arrivals, index)
@@ -99,6 +104,7 @@ class Intake:
                     stop_ids=stop_ids,
                     request_id=live.request_id,
                     rules=rules,
+                    chain_root=chain_root,
                 )
             )
         return live

@@ -94,6 +94,9 @@ class Runner:
         assert self._attention is not None
         metadata = AttentionMetadata.of(batch, self.settings.block_size)
         with torch.inference_mode():
+            if batch.copies:
+                sources, targets = zip(*batch.copies, strict=True)
+                self._attention.copy(sources, targets)
             token_ids = torch.frombuffer(batch.token_ids, dtype=torch.int32)
             if self._graphs is not None and self._graphs.take(batch, metadata):
                 return self._graphs.run(token_ids, metadata)

@@ -6,12 +6,15 @@ from array import array
 from typing import TYPE_CHECKING
 
 from tllm_core.contracts.messages import SamplingParams, TokenIds, TokenLogprobs
+from tllm_core.engines.tp.kv_hashes import root
 
 if TYPE_CHECKING:
     from tllm_core.engines.tp.rules import Rules
 
 Order = tuple[int, int, int]
 """(priority, arrival, index): what is smaller is more important."""
+
+UNSALTED = root()
 
 
 class Sequence:
@@ -22,11 +25,19 @@ class Sequence:
     min_len: below it nothing in `stop_ids` may come or end the sequence. seed, index: key of its random numbers.
     rules: which tokens it may have, None = all as they come.
     prompt_row: the first prompt token whose row of logits is still wanted, for prompt logprobs; None = none is.
+
+    Of the cache's: chain: hashes of the full blocks of `token_ids`, as far as they were needed, behind `chain_root`.
+    published: how many blocks from the start can be found by others, or never shall. source: a block of a sibling's, of
+    which the rows that are computed go into the next new block. cached_tokens: of the prompt, found and not computed.
+    siblings: sequences that begin once this one's prompt is computed, with the same blocks.
     """
 
     __slots__ = (
         "admitted_at",
         "blocks",
+        "cached_tokens",
+        "chain",
+        "chain_root",
         "computed",
         "index",
         "max_len",
@@ -36,10 +47,13 @@ class Sequence:
         "prompt_len",
         "prompt_logprobs",
         "prompt_row",
+        "published",
         "request_id",
         "rules",
         "sampling",
         "seed",
+        "siblings",
+        "source",
         "stop_ids",
         "token_ids",
     )
@@ -55,6 +69,7 @@ class Sequence:
         stop_ids: frozenset[int] = frozenset(),
         request_id: int = 0,
         rules: Rules | None = None,
+        chain_root: bytes = UNSALTED,
     ) -> None:
         self.token_ids = array("i", prompt.view.tobytes())
         self.prompt_len = len(self.token_ids)
@@ -69,6 +84,11 @@ class Sequence:
         self.prompt_logprobs: list[TokenLogprobs] | None = None if self.prompt_row is None else [()]
         self.admitted_at: float | None = None
         self.preemptions = 0
+        self.chain: list[bytes] = []
+        self.chain_root = chain_root
+        self.published = self.cached_tokens = 0
+        self.source: int | None = None
+        self.siblings: list[Sequence] = []
 
     @property
     def owed(self) -> int:

@@ -30,6 +30,8 @@ class TpSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     block_size: tokens per block of the KV cache. num_blocks: None = sized from the memory that is free once the weights
     are loaded, of which `memory_fraction` is taken: None = 0.85 of a GPU's; 0.25 of the host's, but at most 4 GiB.
+    enable_prefix_cache: blocks of tokens that were computed before are found and used again, by any request of the same
+    `cache_salt`, until their memory is needed; the pool fills up with them. False = each request computes its own.
     kv_events: how many of the last events of the KV cache are kept for `executor.kv_events()`; 0 = none.
     seed: makes requests without a seed of their own repeatable from start to start; None = drawn.
     batch_invariant: the logits of a sequence are the same to the bit whatever runs beside it, in chunks or in one, after
@@ -56,6 +58,7 @@ class TpSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     block_size: int = 16
     num_blocks: int | None = None
     memory_fraction: float | None = None
+    enable_prefix_cache: bool = True
     kv_events: int = 8192
     seed: int | None = None
     batch_invariant: bool = False

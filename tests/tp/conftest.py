@@ -13,7 +13,11 @@ VOCAB, EOS, LIMIT = 320, 2, 256
 
 @pytest.fixture(scope="module")
 def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("tiny")
+    return save_tiny_llama(tmp_path_factory.mktemp("tiny"))
+
+
+def save_tiny_llama(directory: Path) -> Path:
+    """Two layers of random weights, in `directory`."""
     config = LlamaConfig(
         vocab_size=VOCAB,
         hidden_size=64,

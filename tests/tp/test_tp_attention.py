@@ -172,6 +172,22 @@ def test_a_page_that_the_window_has_left_is_not_read() -> None:
         assert bool(attention.run(layer, torch.randn(3, HEADS, HEAD_DIM)).isfinite().all()) is finite
 
 
+def test_blocks_are_copied_in_all_layers_as_if_all_were_read_first() -> None:
+    backend = TorchAttention(
+        num_layers=2,
+        num_blocks=5,
+        block_size=2,
+        num_kv_heads=KV_HEADS,
+        head_dim=HEAD_DIM,
+        dtype=torch.float32,
+        device=torch.device("cpu"),
+    )
+    backend.cache.copy_(torch.randn(backend.cache.shape))
+    before = backend.cache.clone()
+    backend.copy([0, 1, 3], [1, 2, 3])
+    assert torch.equal(backend.cache, before[:, :, [0, 0, 1, 3, 4]])
+
+
 def _backend(
     batch: ScheduledBatch, block_size: int, windows: Sequence[int | None] = (None,), scale: float | None = None
 ) -> TorchAttention:

@@ -100,11 +100,15 @@ class Bench:
         self.again = False
         self.ids = 0
 
-    def submit(self, prompt: list[int], priority: int = 0, **sampling) -> int:
+    def submit(self, prompt: list[int], priority: int = 0, cache_salt: str | None = None, **sampling) -> int:
         self.ids += 1
         params = SamplingParams(**sampling)
         request = EngineRequest(
-            request_id=self.ids, prompt_token_ids=TokenIds.of(prompt), sampling=params, priority=priority
+            request_id=self.ids,
+            prompt_token_ids=TokenIds.of(prompt),
+            sampling=params,
+            priority=priority,
+            cache_salt=cache_salt,
         )
         self.engine.submit(request)
         self.received[self.ids] = [Received() for _ in range(params.n)]

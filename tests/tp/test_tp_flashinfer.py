@@ -148,7 +148,10 @@ def test_a_float8_cache_holds_keys_and_values_divided_by_their_scales(stand_in: 
     assert narrow.cache.dtype == torch.float8_e4m3fn
     torch.testing.assert_close(found, expected, atol=0.15, rtol=0.1)
     assert (found - expected).abs().max() > (plain - expected).abs().max()
-    narrow.clear([1, 3, 5])
+    before = narrow.cache.float()
+    narrow.copy([0, 1, 3], [1, 2, 3])
+    assert torch.equal(narrow.cache.float()[:, :, :5], before[:, :, [0, 0, 1, 3, 4]]), "all were read first"
+    narrow.clear([1, 2, 3, 5])
     assert not narrow.cache.float().any()
 
 

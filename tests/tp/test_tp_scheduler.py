@@ -2,71 +2,135 @@
 
 import zlib
 from array import array
+from collections import Counter
 
 import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
-from tllm_core.contracts.messages import SamplingParams, TokenIds
+from tllm_core.contracts.messages import Logprob, SamplingParams, TokenIds
 from tllm_core.engines.tp.kv_cache import BlockPool
-from tllm_core.engines.tp.scheduler import Scheduled, Scheduler
+from tllm_core.engines.tp.kv_hashes import root
+from tllm_core.engines.tp.scheduled import Scheduled
+from tllm_core.engines.tp.scheduler import Scheduler
 from tllm_core.engines.tp.sequence import Sequence
 from tllm_core.errors import RequestError
 
 BLOCK = 4
 
 
-def next_token(token_ids: array) -> int:
-    """The model: a token that depends on all before it."""
-    return zlib.crc32(token_ids.tobytes()) % 1000
+def next_token(token_ids: array, index: int = 0) -> int:
+    """The model: a token that depends on all before it, and on the sequence as a draw does."""
+    return (zlib.crc32(token_ids.tobytes()) + index) % 1000
 
 
-def continued(prompt: list[int], length: int) -> list[int]:
+def continued(prompt: list[int], length: int, index: int = 0) -> list[int]:
     tokens = array("i", prompt)
     while len(tokens) < length:
-        tokens.append(next_token(tokens))
+        tokens.append(next_token(tokens, index))
     return tokens.tolist()
 
 
-class Cache:
-    """Block contents as the attention would see them; runs a step and checks it against the scheduler's promises."""
+def score(prefix: list[int], top: int) -> list[Logprob]:
+    """Prompt logprobs of the last of these tokens."""
+    return [Logprob(prefix[-1], float(zlib.crc32(array("i", prefix).tobytes())), rank) for rank in range(top + 1)]
 
-    def __init__(self, blocks: int) -> None:
-        self.rows: list[list[int | None]] = [[None] * BLOCK for _ in range(blocks)]
+
+class Cache:
+    """Block contents as the attention would see them; runs a step and checks it against the scheduler's promises.
+
+    A row holds its token and what its keys and values depend on: all tokens before it.
+    """
+
+    def __init__(self, lines: Scheduler) -> None:
+        self.lines = lines
+        self.rows: list[list[tuple[int, int] | None]] = [[None] * BLOCK for _ in range(lines.pool.num_blocks)]
 
     def run(self, step: Scheduled) -> list[int]:
         """The sampled tokens, computed from nothing but the batch and the cache."""
-        batch, results, start = step.batch, {}, 0
-        columns = zip(batch.query_lens, batch.context_lens, batch.block_tables, strict=True)
+        batch, seen_at, start = step.batch, {}, 0
+        self.copy(step)
+        columns = list(zip(batch.query_lens, batch.context_lens, batch.block_tables, strict=True))
+        written: list[int] = []
         for query, context, table in columns:
             assert len(table) == -(-(context + query) // BLOCK)
+            written += table[context // BLOCK :]
             for offset in range(query):
-                at = context + offset
-                self.rows[table[at // BLOCK]][at % BLOCK] = batch.token_ids[start + offset]
-            seen = [self.rows[table[at // BLOCK]][at % BLOCK] for at in range(context + query)]
-            assert None not in seen
-            results[start + query - 1] = next_token(array("i", seen))
+                self.write(table, context + offset, batch.token_ids[start + offset])
+            for offset in range(query):
+                seen_at[start + offset] = (table, context + offset + 1)
             start += query
         assert start == len(batch.token_ids)
+        assert len(written) == len(set(written)), "a block is written by two"
+        for block in written:
+            assert self.lines.pool.content(block) is None, "what others find is written"
+        self.take_prompt_rows(step, seen_at)
         rows = range(len(batch.logits_rows)) if step.sample_rows is None else step.sample_rows
-        return [results[batch.logits_rows[row]] for row in rows]
+        return [
+            next_token(self.read(*seen_at[batch.logits_rows[row]]), sequence.index)
+            for row, sequence in zip(rows, step.sampled, strict=True)
+        ]
+
+    def copy(self, step: Scheduled) -> None:
+        found = [list(self.rows[source]) for source, _ in step.batch.copies]
+        targets = [target for _, target in step.batch.copies]
+        assert len(set(targets)) == len(targets)
+        for target, rows in zip(targets, found, strict=True):
+            self.rows[target] = rows
+
+    def write(self, table: list[int], at: int, token: int) -> None:
+        before = self.rows[table[(at - 1) // BLOCK]][(at - 1) % BLOCK] if at else (0, 0)
+        assert before is not None
+        self.rows[table[at // BLOCK]][at % BLOCK] = (token, zlib.crc32(b"%d" % token, before[1]))
+
+    def read(self, table: list[int], length: int) -> array:
+        seen, behind = array("i"), 0
+        for at in range(length):
+            row = self.rows[table[at // BLOCK]][at % BLOCK]
+            assert row is not None, "a row is read that was never written"
+            behind = zlib.crc32(b"%d" % row[0], behind)
+            assert row[1] == behind, "a row was computed behind other tokens"
+            seen.append(row[0])
+        return seen
+
+    def take_prompt_rows(self, step: Scheduled, seen_at: dict[int, tuple[list[int], int]]) -> None:
+        for sequence, first, length, position in step.prompt_rows:
+            top = sequence.sampling.prompt_logprobs
+            assert sequence.prompt_logprobs is not None
+            assert len(sequence.prompt_logprobs) == position + 1
+            for place, row in enumerate(step.batch.logits_rows[first : first + length]):
+                tokens = self.read(*seen_at[row]).tolist()
+                assert len(tokens) == position + place + 1
+                sequence.prompt_logprobs.append(score([*tokens, sequence.token_ids[len(tokens)]], top))
+        for sequence, row in step.probes:
+            tokens = self.read(*seen_at[step.batch.logits_rows[row]])
+            assert tokens == sequence.token_ids[: sequence.computed]
 
 
-def make(prompt: int | list[int], max_len: int, *, arrival: int = 0, priority: int = 0, **sampling) -> Sequence:
-    tokens = list(range(prompt)) if isinstance(prompt, int) else prompt
-    order = (priority, arrival, 0)
-    return Sequence(TokenIds.of(tokens), SamplingParams(**sampling), order=order, max_len=max_len, request_id=arrival)
+def make(
+    prompt: int | list[int], max_len: int, *, arrival: int = 0, priority: int = 0, index: int = 0, salt=None, **sampling
+) -> Sequence:
+    tokens = [1000 * arrival + at for at in range(prompt)] if isinstance(prompt, int) else prompt
+    return Sequence(
+        TokenIds.of(tokens),
+        SamplingParams(**sampling),
+        order=(priority, arrival, index),
+        max_len=max_len,
+        request_id=arrival,
+        chain_root=root(salt),
+    )
 
 
 def scheduler(
-    blocks: int = 100, max_num_seqs: int = 8, max_batched_tokens: int = 16, max_seq_len: int = 200
+    blocks: int = 100, max_num_seqs: int = 8, max_batched_tokens: int = 16, max_seq_len: int = 200, reuse: bool = True
 ) -> Scheduler:
     return Scheduler(
         BlockPool(blocks, BLOCK),
         max_num_seqs=max_num_seqs,
         max_batched_tokens=max_batched_tokens,
         max_seq_len=max_seq_len,
+        reuse=reuse,
     )
 
 
@@ -81,13 +145,17 @@ def advance(lines: Scheduler, cache: Cache) -> Scheduled | None:
     return step
 
 
-class SchedulerMachine(RuleBasedStateMachine):
-    """Arrivals, steps, aborts and failures in any order."""
+BASES = [[7, 7, 7, 7, 7, 7, 7, 7, 7, 7, 7, 7], list(range(30)), [*range(9), *range(21)]]
+"""Prompts are beginnings of these and something behind them, so that prefixes are shared."""
 
-    @initialize(blocks=st.integers(3, 14), seqs=st.integers(1, 6), tokens=st.integers(0, 10))
-    def begin(self, blocks: int, seqs: int, tokens: int) -> None:
-        self.lines = scheduler(blocks, seqs, seqs + tokens, max_seq_len=40)
-        self.cache = Cache(blocks)
+
+class SchedulerMachine(RuleBasedStateMachine):
+    """Arrivals, forks, steps, aborts, failures and new weights in any order, with prefixes in common."""
+
+    @initialize(blocks=st.integers(3, 14), seqs=st.integers(1, 6), tokens=st.integers(0, 10), reuse=st.booleans())
+    def begin(self, blocks: int, seqs: int, tokens: int, reuse: bool) -> None:
+        self.lines = scheduler(blocks, seqs, seqs + tokens, max_seq_len=40, reuse=reuse)
+        self.cache = Cache(self.lines)
         self.live: list[Sequence] = []
         self.ended: list[Sequence] = []
         self.prompts: dict[Sequence, list[int]] = {}
@@ -95,74 +163,127 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.decoding: set[Sequence] = set()
 
     @rule(
-        prompt=st.lists(st.integers(0, 999), min_size=1, max_size=30),
+        base=st.sampled_from(BASES),
+        length=st.integers(0, 30),
+        behind=st.lists(st.integers(0, 2), min_size=1, max_size=6),
         more=st.one_of(st.none(), st.integers(1, 20)),
         priority=st.integers(-1, 1),
-        prompt_logprobs=st.booleans(),
+        prompt_logprobs=st.one_of(st.none(), st.integers(0, 2)),
+        n=st.sampled_from([1, 1, 1, 2, 3, 5]),
+        salt=st.sampled_from([None, None, "a"]),
     )
-    def arrive(self, prompt: list[int], more: int | None, priority: int, prompt_logprobs: bool) -> None:
+    def arrive(self, base, length, behind, more, priority, prompt_logprobs, n, salt) -> None:
+        prompt = [*base[:length], *behind]
         limit = self.lines.max_seq_len
         if len(prompt) + (more or 1) > limit:
             with pytest.raises(RequestError, match=f"the limit is {limit}"):
                 self.lines.length_for(len(prompt), more)
             return
         self.arrivals += 1
-        sequence = make(
-            prompt,
-            self.lines.length_for(len(prompt), more),
-            arrival=self.arrivals,
-            priority=priority,
-            prompt_logprobs=1 if prompt_logprobs else None,
-        )
-        self.lines.add(sequence)
-        self.live.append(sequence)
-        self.prompts[sequence] = prompt
+        sequences = [
+            make(
+                prompt,
+                self.lines.length_for(len(prompt), more),
+                arrival=self.arrivals,
+                priority=priority,
+                index=index,
+                salt=salt,
+                prompt_logprobs=prompt_logprobs,
+            )
+            for index in range(n)
+        ]
+        self.lines.add(*sequences)
+        self.live += sequences
+        self.prompts.update((sequence, prompt) for sequence in sequences)
 
     @precondition(lambda self: self.live)
     @rule(pick=st.randoms(use_true_random=False))
     def abort(self, pick) -> None:
-        sequence = pick.choice(self.live)
-        self.live.remove(sequence)
-        self.lines.remove(sequence)
-        assert not sequence.blocks
-        self.lines.remove(sequence)
+        self.drop(pick.choice(self.live))
+
+    def drop(self, one: Sequence, broken: bool = False) -> None:
+        """The whole request of this sequence."""
+        for sequence in [s for s in self.live if s.request_id == one.request_id]:
+            self.live.remove(sequence)
+            self.lines.remove(sequence, broken=broken)
+            assert not sequence.blocks
+            assert sequence.source is None
+            self.lines.remove(sequence)
+
+    @rule()
+    def new_weights(self) -> None:
+        self.lines.forget_prefixes()
+        assert self.lines.pool.published == 0
 
     @rule(fail=st.booleans())
     def step(self, fail: bool = False) -> None:
         decoding = [(s, s.preemptions) for s in self.decoding if s in self.live and s.blocks]
-        queued = [s for s in self.live if not s.blocks]
+        queued = list(self.lines._waiting)
         step = self.lines.schedule()
         if step is None:
             assert not self.live
             return
         self.check_shape(step)
         self.check_decodes(step, decoding)
-        self.check_queue(queued)
+        self.check_queue(queued, step)
+        self.clear_suspects()
         tokens = self.cache.run(step)
         for row, (sequence, token) in enumerate(zip(step.sampled, tokens, strict=True)):
+            if sequence not in self.live:
+                continue
             if fail and row == 0:
-                self.end(sequence)
+                self.drop(sequence, broken=True)
                 continue
             sequence.token_ids.append(token)
+            if len(sequence.token_ids) == sequence.prompt_len + 1:
+                self.check_scores(sequence)
             if len(sequence.token_ids) == sequence.max_len:
                 self.ended.append(sequence)
-                self.end(sequence)
+                self.live.remove(sequence)
+                self.lines.remove(sequence)
 
-    def end(self, sequence: Sequence) -> None:
-        self.lines.remove(sequence)
-        self.live.remove(sequence)
+    def clear_suspects(self) -> None:
+        suspects, self.lines.tables.suspects = self.lines.tables.suspects, []
+        for block in suspects:
+            assert self.lines.pool.content(block) is None
+            self.cache.rows[block] = [None] * BLOCK
+
+    def check_scores(self, sequence: Sequence) -> None:
+        """Prompt logprobs are those of its own tokens, wherever they came from."""
+        top = sequence.sampling.prompt_logprobs
+        if top is None or sequence.index:
+            assert sequence.prompt_logprobs is None
+            return
+        tokens = sequence.token_ids[: sequence.prompt_len].tolist()
+        expected = [score(tokens[: at + 1], top) for at in range(1, len(tokens))]
+        assert sequence.prompt_logprobs == [(), *expected]
 
     def check_shape(self, step: Scheduled) -> None:
         batch, lines = step.batch, self.lines
         assert 0 < len(batch.token_ids) <= lines.max_batched_tokens
         assert len(batch.query_lens) <= lines.max_num_seqs
         assert lines.running <= lines.max_num_seqs
+        assert lines.running + lines.waiting == len(self.live)
         assert min(batch.query_lens) >= 1
         assert batch.query_lens[: batch.num_decodes] == [1] * batch.num_decodes
         assert batch.logits_rows == sorted(set(batch.logits_rows))
-        owned = [block for s in self.live for block in s.blocks]
-        assert len(owned) == len(set(owned)) == lines.pool.used
-        assert all(lines.pool.references(block) == 1 for block in owned)
+        self.check_owners()
+
+    def check_owners(self) -> None:
+        """Every reference is a sequence's; who shares a block has the same tokens in it, under the same salt."""
+        pool, owners = self.lines.pool, Counter(block for s in self.live for block in owned(s))
+        assert [pool.references(block) for block in range(pool.num_blocks)] == [
+            owners[block] for block in range(pool.num_blocks)
+        ]
+        assert pool.used == len(owners)
+        holders: dict[int, Sequence] = {}
+        for sequence in self.live:
+            for at, block in enumerate(sequence.blocks):
+                other = holders.setdefault(block, sequence)
+                if other is not sequence and at < len(sequence.token_ids) // BLOCK:
+                    assert other.chain_root == sequence.chain_root
+                    end = (at + 1) * BLOCK
+                    assert other.token_ids[:end][: len(sequence.token_ids)] == sequence.token_ids[:end]
 
     def check_decodes(self, step: Scheduled, decoding: list[tuple[Sequence, int]]) -> None:
         """All gain a token, or gave up their blocks, or are the least important while the cache is full."""
@@ -173,24 +294,33 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert not self.lines.pool.free
             assert sequence.order == max(s.order for s in self.live if s.blocks)
 
-    def check_queue(self, queued: list[Sequence]) -> None:
+    def check_queue(self, queued: list[Sequence], step: Scheduled) -> None:
         admitted = [s.order for s in queued if s.blocks]
-        still = [s.order for s in self.live if not s.blocks]
+        still = [s.order for s in queued if s in self.live and not s.blocks]
         assert not admitted or not still or max(admitted) < min(still)
+        begun = [s.order for s in step.sampled if s.index and s not in queued and s.generated == 0]
+        assert not begun or not still or max(begun) < min(still)
 
     def teardown(self) -> None:
         """Everything that is left comes to its end in bounded time, exactly, and nothing leaks."""
         if not hasattr(self, "lines"):
             return
-        left = sum(s.max_len for s in self.live)
+        left = 2 * sum(s.max_len for s in self.live)
         while self.live:
             assert left > 0
             left -= 1
             self.step()
         for sequence in self.ended:
-            assert sequence.token_ids.tolist() == continued(self.prompts[sequence], sequence.max_len)
+            expected = continued(self.prompts[sequence], sequence.max_len, sequence.index)
+            assert sequence.token_ids.tolist() == expected
         assert self.lines.schedule() is None
         assert (self.lines.pool.used, self.lines.running, self.lines.waiting) == (0, 0, 0)
+        assert self.lines.tables.copies == []
+        assert self.lines.tables.hits <= self.lines.tables.queries
+
+
+def owned(sequence: Sequence) -> list[int]:
+    return sequence.blocks if sequence.source is None else [*sequence.blocks, sequence.source]
 
 
 TestScheduler = SchedulerMachine.TestCase
@@ -200,7 +330,8 @@ TestScheduler.settings = settings(
 
 
 def test_running_sequences_decode_beside_the_chunks_of_a_long_prompt() -> None:
-    lines, cache = scheduler(max_batched_tokens=8), Cache(100)
+    lines = scheduler(max_batched_tokens=8)
+    cache = Cache(lines)
     first = make(3, 100, arrival=1)
     lines.add(first)
     advance(lines, cache)
@@ -224,7 +355,8 @@ def test_the_budget_is_shared_by_several_prompts_in_order_of_arrival() -> None:
 
 
 def test_lower_priority_numbers_run_first_then_earlier_arrivals() -> None:
-    lines, cache = scheduler(max_num_seqs=1), Cache(100)
+    lines = scheduler(max_num_seqs=1)
+    cache = Cache(lines)
     sequences = [make(4, 6, arrival=at, priority=p) for at, p in enumerate([5, 0, -3, 0])]
     for sequence in sequences:
         lines.add(sequence)
@@ -235,7 +367,8 @@ def test_lower_priority_numbers_run_first_then_earlier_arrivals() -> None:
 
 
 def test_an_important_prompt_goes_before_the_rest_of_a_long_unimportant_one() -> None:
-    lines, cache = scheduler(max_batched_tokens=8), Cache(100)
+    lines = scheduler(max_batched_tokens=8)
+    cache = Cache(lines)
     long, short = make(60, 80, arrival=1, priority=1), make(5, 20, arrival=2)
     lines.add(long)
     advance(lines, cache)
@@ -247,7 +380,8 @@ def test_an_important_prompt_goes_before_the_rest_of_a_long_unimportant_one() ->
 
 
 def test_a_small_request_does_not_overtake_a_large_one_at_the_head() -> None:
-    lines, cache = scheduler(blocks=10, max_batched_tokens=64), Cache(10)
+    lines = scheduler(blocks=10, max_batched_tokens=64)
+    cache = Cache(lines)
     lines.add(make(20, 24, arrival=1))
     advance(lines, cache)
     large, small = make(24, 26, arrival=2), make(2, 4, arrival=3)
@@ -259,7 +393,8 @@ def test_a_small_request_does_not_overtake_a_large_one_at_the_head() -> None:
 
 
 def test_a_full_cache_preempts_the_least_important_and_newest_and_it_resumes_exactly() -> None:
-    lines, cache = scheduler(blocks=8, max_batched_tokens=64), Cache(8)
+    lines = scheduler(blocks=8, max_batched_tokens=64)
+    cache = Cache(lines)
     sequences = [make([at] * 6, 24, arrival=at) for at in range(3)]
     for sequence in sequences:
         lines.add(sequence)
@@ -272,7 +407,8 @@ def test_a_full_cache_preempts_the_least_important_and_newest_and_it_resumes_exa
 
 
 def test_priority_decides_who_is_preempted_before_arrival_does() -> None:
-    lines, cache = scheduler(blocks=6, max_batched_tokens=64), Cache(6)
+    lines = scheduler(blocks=6, max_batched_tokens=64)
+    cache = Cache(lines)
     old, new = make(8, 24, arrival=1, priority=1), make(8, 24, arrival=2, priority=0)
     lines.add(old)
     lines.add(new)
@@ -301,7 +437,8 @@ def test_what_can_never_fit_is_refused_with_all_numbers(prompt: int, max_tokens:
 
 
 def test_prompt_rows_come_once_each_in_order_also_over_chunks_and_preemption() -> None:
-    lines, cache = scheduler(blocks=10, max_num_seqs=2, max_batched_tokens=2), Cache(10)
+    lines = scheduler(blocks=10, max_num_seqs=2, max_batched_tokens=2)
+    cache = Cache(lines)
     first, watched = make(4, 24, arrival=1), make(27, 30, arrival=2, prompt_logprobs=0)
     lines.add(first)
     lines.add(watched)
@@ -312,8 +449,8 @@ def test_prompt_rows_come_once_each_in_order_also_over_chunks_and_preemption() -
             tokens = [
                 step.batch.token_ids[row] for row in step.batch.logits_rows[rows.first : rows.first + rows.length]
             ]
-            assert tokens == list(range(rows.position, rows.position + rows.length))
-            positions += tokens
+            assert tokens == [2000 + at for at in range(rows.position, rows.position + rows.length)]
+            positions += [token - 2000 for token in tokens]
     assert watched.preemptions
     assert positions == list(range(26))
 

@@ -18,7 +18,7 @@ def test_frontends_each_see_all_events_and_one_engine(model_dir: Path, tmp_path:
         with GenerationExecutor.attach(tmp_path / "engine.json") as attached:
             expected = owner.generate([5, 6, 7], MANY).outputs[0].token_ids  # type: ignore[union-attr]
             seen = owner.kv_events()
-            assert {event.kind for event in seen.events} == {"stored", "removed"}
+            assert [event.kind for event in seen.events] == ["stored"], "16 of its 22 tokens fill a block"
             assert asyncio.run(attached.akv_events()) == seen
             assert owner.kv_events().events == ()
             assert owner.kv_events(since=0) == seen

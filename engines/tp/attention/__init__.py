@@ -41,6 +41,11 @@ class AttentionBackend(ABC):
         """Makes all keys and values of these blocks zero."""
 
     @abstractmethod
+    def copy(self, sources: Sequence[int], targets: Sequence[int]) -> None:
+        """Makes block targets[i] hold the keys and values of block sources[i], in all layers, for each i. All are read
+        before any is written; no block is in `targets` twice. Comes before `plan`."""
+
+    @abstractmethod
     def plan(self, metadata: AttentionMetadata) -> None:
         """Does all index work of a step, so that layers do none."""
 

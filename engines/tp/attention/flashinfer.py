@@ -95,6 +95,11 @@ class FlashInferAttention(CapturableAttention):
         places = torch.tensor(blocks, dtype=torch.int64, device=self.cache.device)
         self.cache.view(torch.uint8).index_fill_(2, places, 0)
 
+    def copy(self, sources: Sequence[int], targets: Sequence[int]) -> None:
+        read, written = torch.tensor([sources, targets], dtype=torch.int64, device=self.cache.device)
+        cache = self.cache.view(torch.uint8)
+        cache.index_copy_(2, written, cache.index_select(2, read))
+
     # -------------------------------------------------------------------------------------------------- plan
 
     def plan(self, metadata: AttentionMetadata) -> None:

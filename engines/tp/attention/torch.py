@@ -95,6 +95,10 @@ class TorchAttention(AttentionBackend):
     def clear(self, blocks: Sequence[int]) -> None:
         self.cache.index_fill_(2, torch.tensor(blocks, dtype=torch.int64, device=self.cache.device), 0)
 
+    def copy(self, sources: Sequence[int], targets: Sequence[int]) -> None:
+        read, written = torch.tensor([sources, targets], dtype=torch.int64, device=self.cache.device)
+        self.cache.index_copy_(2, written, self.cache.index_select(2, read))
+
     def plan(self, metadata: AttentionMetadata) -> None:
         self._slots = metadata.slot_mapping.to(self.cache.device, torch.int64)
         self._num_decodes = metadata.num_decodes
