@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from msgspec import Struct
 
 from tllm_core.cli.arguments import add_common, settings_of
+from tllm_core.cli.limiting import add_limits, given_limits
 from tllm_core.cli.terminal import prompt_text, running
 from tllm_core.contracts.messages import SamplingParams
 from tllm_core.errors import ConfigError, RequestError
@@ -143,6 +144,7 @@ def _add_sampling(parser: argparse.ArgumentParser) -> None:
         group.add_argument(f"--{name.replace('_', '-')}", type=kind, metavar=metavar, help=text)
     group.add_argument("--stop", action="append", metavar="TEXT", help="end before this text; may be repeated")
     group.add_argument("--ignore-eos", action="store_true", default=None, help="go on where the model would end")
+    add_limits(group)
 
 
 def _sampling(arguments: argparse.Namespace, executor: "GenerationExecutor") -> SamplingParams:
@@ -157,7 +159,7 @@ def _given(arguments: argparse.Namespace) -> dict[str, Any]:
     """The sampling parameters that stand on the command line."""
     names = [*SAMPLING, "ignore_eos"]
     given = {name: getattr(arguments, name) for name in names if getattr(arguments, name) is not None}
-    return given | ({"stop": tuple(arguments.stop)} if arguments.stop else {})
+    return given | ({"stop": tuple(arguments.stop)} if arguments.stop else {}) | given_limits(arguments)
 
 
 def _lines() -> Iterator[str]:

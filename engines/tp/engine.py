@@ -269,9 +269,10 @@ class TpEngine(Engine):
         """Keeps the logprobs of prompt tokens until their sequence's first output; those that are broken fail now."""
         failed: list[Output] = []
         for sequence, first, length, position in wanted:
-            tokens = torch.tensor(sequence.token_ids[position + 1 : position + 1 + length], device=logits.device)
+            ids = sequence.token_ids[position + 1 : position + 1 + length]
+            tokens = torch.frombuffer(ids, dtype=torch.int32).to(logits.device, torch.int64)
             top = sequence.sampling.prompt_logprobs or 0
-            found = token_logprobs(logits[first : first + length], tokens.long(), [top] * length)
+            found = token_logprobs(logits[first : first + length], tokens, [top] * length)
             if sequence.prompt_logprobs is None or None in found:
                 failed.append(self._fail(self._live[sequence.request_id]))
             else:

@@ -119,6 +119,15 @@ MISTAKES = [
     (("generate", "1", "--engine", "echo", "--temperature", "nan"), "temperature must be in .*nan"),
     (("generate", "1", "--engine", "echo", "--top-p", "inf"), "top_p must be in .*inf"),
     (("generate", "1", "--engine", "echo", "--seed", "-1"), "seed must be in"),
+    (("generate", "1", "--engine", "echo", "--logit-bias", "5"), "--logit-bias '5' must be a token id and a number"),
+    (("generate", "1", "--engine", "echo", "--logit-bias", "5=101"), r"logit_bias must have numbers in \[-100, 100\]"),
+    (("generate", "1", "--engine", "echo", "--grammar", "@/nowhere/at.all"), "/nowhere/at.all can't be read"),
+    (
+        ("generate", "1", "--engine", "echo", "--regex", "a", "--choice", "b"),
+        "guided takes one of .* not regex and choice",
+    ),
+    (("generate", "1", "--engine", "echo", "--json-schema", "{"), "guided json is not valid JSON"),
+    (("generate", "1", "--engine", "echo", "--regex", "a"), r"does not support guided; .*tllm-core\[guided\]"),
 ]
 
 

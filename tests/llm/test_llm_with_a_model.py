@@ -1,12 +1,13 @@
 """LLM over the real model: its own tokenizer, chat template and end of text."""
 
+import json
 from collections.abc import Iterator
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tllm_core import LLM, SamplingParams
+from tllm_core import LLM, GuidedDecoding, SamplingParams
 from tllm_core.text import Vocabulary
 
 pytestmark = [pytest.mark.model, pytest.mark.timeout(600)]
@@ -38,6 +39,41 @@ def test_a_stop_string_ends_it_earlier(llm: LLM) -> None:
     one = llm.chat(QUESTION, SamplingParams(max_tokens=64, stop=("France is",))).outputs[0]
     assert (one.text, one.finish_reason, one.stop_reason) == ("The capital of ", "stop", "France is")
     assert llm.tokenizer.decode(one.token_ids) == "The capital of France"  # its space belongs to the text that is kept
+
+
+def test_bad_words_come_in_no_place(llm: LLM) -> None:
+    params = SamplingParams(max_tokens=24)
+    assert "Paris" in llm.chat(QUESTION, params).outputs[0].text
+    without = llm.chat(QUESTION, SamplingParams(max_tokens=24, bad_words=("Paris", "capital"))).outputs[0].text
+    assert without
+    assert "Paris" not in without
+    assert "capital" not in without
+
+
+def test_an_answer_matches_its_schema_and_is_cut_only_where_max_tokens_says_so(llm: LLM) -> None:
+    schema = {
+        "type": "object",
+        "properties": {
+            "city": {"type": "string", "maxLength": 12},
+            "kind": {"enum": ["city", "village"]},
+            "people": {"type": "integer", "minimum": 0, "maximum": 10_000_000},
+        },
+        "required": ["city", "kind", "people"],
+        "additionalProperties": False,
+    }
+    question = [{"role": "user", "content": "Describe Paris as JSON with city, kind and people."}]
+    guided = GuidedDecoding(json=json.dumps(schema), whitespace=False)
+    for params in (SamplingParams(guided=guided), SamplingParams(guided=guided, temperature=1.0, seed=3, n=2)):
+        for one in llm.chat(question, params).outputs:
+            assert one.finish_reason == "stop"
+            answer = json.loads(one.text)
+            assert set(answer) == {"city", "kind", "people"}
+            assert len(answer["city"]) <= 12
+            assert answer["kind"] in ("city", "village")
+            assert 0 <= answer["people"] <= 10_000_000
+    cut = llm.chat(question, SamplingParams(guided=guided, max_tokens=4)).outputs[0]
+    assert (len(cut.token_ids), cut.finish_reason) == (4, "length")
+    assert llm.chat(QUESTION, SamplingParams(guided={"choice": ["Rome", "Paris"]})).outputs[0].text == "Paris"  # type: ignore[arg-type]
 
 
 def test_the_resolved_directory_holds_the_tokenizer(llm: LLM) -> None:
