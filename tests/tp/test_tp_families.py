@@ -8,54 +8,9 @@ import pytest
 import torch
 
 from tests.tp.ranks import Ranks
-from tests.tp.reference import POSITIONS, expected, forward, prompt_of, reference
+from tests.tp.reference import FAMILIES, POSITIONS, expected, forward, prompt_of, reference
 
 pytest.importorskip("transformers")
-
-LONG = {"short_factor": [1.0, 1.1, 1.2, 1.3, 1.5, 1.7], "long_factor": [1.0, 1.5, 2.0, 3.0, 4.0, 6.0]}
-SLIDING, FULL = "sliding_attention", "full_attention"
-FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
-    "llama": ("Llama", {}),
-    "llama with biases": ("Llama", {"attention_bias": True, "mlp_bias": True}),
-    "llama with 9 heads on 3": ("Llama", {"num_attention_heads": 9, "num_key_value_heads": 3, "hidden_size": 72}),
-    "llama with one kv head": ("Llama", {"num_key_value_heads": 1, "tie_word_embeddings": True}),
-    "llama with an odd vocabulary": ("Llama", {"vocab_size": 161, "intermediate_size": 83}),
-    "mistral": ("Mistral", {"sliding_window": None}),
-    "mistral with a window": ("Mistral", {"sliding_window": 24, "head_dim": 24}),
-    "qwen2": ("Qwen2", {"tie_word_embeddings": True}),
-    "qwen2 with a window": ("Qwen2", {"use_sliding_window": True, "sliding_window": 19, "max_window_layers": 1}),
-    "qwen3": ("Qwen3", {"head_dim": 24}),
-    "gemma3": (
-        "Gemma3",
-        {
-            "num_hidden_layers": 3,
-            "head_dim": 24,
-            "layer_types": [SLIDING, FULL, SLIDING],
-            "sliding_window": 21,
-            "query_pre_attn_scalar": 20,
-            "tie_word_embeddings": True,
-            "rope_parameters": {
-                SLIDING: {"rope_type": "default", "rope_theta": 1000.0},
-                FULL: {"rope_type": "linear", "rope_theta": 100000.0, "factor": 8.0},
-            },
-        },
-    ),
-    "gemma3 with capped logits": ("Gemma3", {"head_dim": 16, "sliding_window": 50, "final_logit_softcapping": 3.0}),
-    "phi3": ("Phi3", {}),
-    "phi3 with a window": ("Phi3", {"sliding_window": 30, "num_key_value_heads": 1}),
-    "phi3 with longrope in a part of each head": (
-        "Phi3",
-        {
-            "original_max_position_embeddings": 16,
-            "rope_parameters": {
-                "rope_type": "longrope",
-                "rope_theta": 10000.0,
-                "partial_rotary_factor": 0.75,
-                **LONG,
-            },
-        },
-    ),
-}
 
 
 @pytest.fixture(scope="module", params=FAMILIES, ids=lambda name: name.replace(" ", "-"))
