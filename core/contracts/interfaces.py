@@ -144,6 +144,9 @@ class EngineContext(ABC):
     world_size: int
     rendezvous: str | None
     """host:port of a store that is already bound, for `torch.distributed`; None where there is one rank."""
+    rendezvous_fd: int | None = None
+    """On rank 0 the listening socket behind `rendezvous`, to be copied and served; None elsewhere, and where somebody else
+    serves it."""
 
     @abstractmethod
     def wake(self) -> None:

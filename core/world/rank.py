@@ -60,10 +60,7 @@ def resolve(spec: WorldSpec) -> Parts:
 
 
 class RankContext(EngineContext):
-    """What an engine may ask of its world, and where the world's wish to end reaches it.
-
-    `rendezvous_fd`: on rank 0 the listening socket behind `rendezvous`, to be handed to the store.
-    """
+    """What an engine may ask of its world, and where the world's wish to end reaches it."""
 
     def __init__(
         self,

@@ -267,6 +267,7 @@ class Watcher:
             case Adopted():
                 self._adopt(ward, message.pid)
             case Leaving() if ward.rank and not self._is_leaving():
+                self._blame()  # a rank 0 that failed has dismissed the others too
                 self._fail(Failed(f"engine rank {ward.rank} ended by itself", ward.rank))
             case Leaving():
                 self._leaving = True

@@ -19,10 +19,13 @@ from msgspec import to_builtins
 
 from tllm_core.contracts.messages import Plain
 from tllm_core.engines.tp.kv_events import KvEventLog
-from tllm_core.engines.tp.profiling import Profiling
 from tllm_core.engines.tp.runner import Runner
 from tllm_core.engines.tp.scheduler import Scheduler
 from tllm_core.errors import ConfigError, ControlError, ModelError
+
+
+class PerRank(list[Plain]):
+    """What each rank answered, where that differs."""
 
 
 class Controlled(Protocol):
@@ -35,11 +38,11 @@ class Controlled(Protocol):
 
 
 class Controls:
-    """Every method answers for one rank. What can't be done raises ControlError, and nothing has changed then."""
+    """Every method has all ranks do the same, and answers for all. What can't be done raises ControlError, and nothing has
+    changed then."""
 
     def __init__(self, engine: Controlled, runner: Runner, scheduler: Scheduler, events: KvEventLog) -> None:
         self._engine, self._runner, self._scheduler, self._events = engine, runner, scheduler, events
-        self._profiling = Profiling(runner.device)
         self._held = False
         self.asleep = 0
 
@@ -55,9 +58,6 @@ class Controls:
             if error.__traceback__ is not None and error.__traceback__.tb_next is None:
                 raise ControlError(f"{method} does not take these arguments: {list(args)!r}") from None
             raise
-
-    def close(self) -> None:
-        self._profiling.close()
 
     def _pause(self) -> Plain:
         self._held = True
@@ -114,10 +114,12 @@ class Controls:
         return len(blocks)
 
     def _start_profile(self, directory: Plain) -> Plain:
-        return self._profiling.start(directory)
+        if not isinstance(directory, str) or not directory:
+            raise ControlError(f"start_profile needs a directory for the trace, not {directory!r}")
+        return PerRank(self._runner.start_profile(directory))
 
     def _stop_profile(self) -> Plain:
-        return self._profiling.stop()
+        return PerRank(self._runner.stop_profile())
 
     def _kv_events(self, since: Plain = 0) -> Plain:
         if type(since) is not int:

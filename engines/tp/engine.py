@@ -6,6 +6,7 @@ The token that ends a sequence, the model's own or one of `stop_token_ids`, is n
 
 import time
 from collections.abc import Sequence as AbstractSequence
+from contextlib import ExitStack
 
 import tllm_core.engines.tp.waiting  # noqa: F401 - before torch
 
@@ -25,7 +26,8 @@ from tllm_core.contracts.messages import (
     Step,
     TokenLogprobs,
 )
-from tllm_core.engines.tp.controls import METHODS, Controls
+from tllm_core.engines.tp.controls import METHODS, Controls, PerRank
+from tllm_core.engines.tp.director import follow, runner_of
 from tllm_core.engines.tp.guided.guidance import Guidance
 from tllm_core.engines.tp.kv_cache import BlockPool
 from tllm_core.engines.tp.kv_events import KvEventLog
@@ -49,8 +51,9 @@ _BROKEN = "the model's logits are not finite (NaN or infinity); this request can
 class TpEngine(Engine):
     """Runs a model for many requests at once. Only `step` does work; nothing is shared between requests but the batch."""
 
-    capabilities = EngineCapability.DETERMINISTIC
+    capabilities = EngineCapability.DETERMINISTIC | EngineCapability.MANY_RANKS
     settings: TpSettings
+    _runner: Runner
     _scheduler: Scheduler
     _sampler: Sampler
     _intake: Intake
@@ -59,16 +62,20 @@ class TpEngine(Engine):
 
     def __init__(self, settings: TpSettings) -> None:
         super().__init__(settings)
-        self._runner = Runner(settings)
+        self._closers = ExitStack()
         self._live: dict[int, LiveRequest] = {}
         self._stats = IterationStats()
         self._prefill_tokens = self._decode_tokens = 0
 
     def start(self, context: EngineContext) -> EngineInfo:
         """Loads the model. Raises ConfigError or ModelError for what can't be loaded."""
-        settings, runner = self.settings, self._runner
+        settings = self.settings
+        self._runner = runner = runner_of(context, settings)
+        self._closers.callback(runner.close)
         runner.load(context.phase)
         config = runner.config
+        if context.rank:
+            return EngineInfo(model=config.name)
         events = KvEventLog(settings.kv_events)
         self._scheduler = Scheduler(
             BlockPool(runner.num_blocks, settings.block_size, events),
@@ -161,10 +168,16 @@ class TpEngine(Engine):
         return stats
 
     def control(self, method: str, args: AbstractSequence[Plain], ranks: AbstractSequence[int] | None) -> list[Plain]:
-        """See `controls`. The one rank answers for all that are asked."""
+        """See `controls`. All ranks do it, and those that are asked have their answers returned."""
         assert self._controls is not None
+        size = self.settings.tensor_parallel_size
         value = self._controls.call(method, args)
-        return [value] if ranks is None else [value for _ in ranks]
+        values = value if isinstance(value, PerRank) else [value] * size
+        return [values[rank] for rank in (range(size) if ranks is None else ranks)]
+
+    def follow(self) -> None:
+        """Ranks above 0: computes what rank 0 schedules. It alone samples, and knows of requests."""
+        follow(self._runner)
 
     @property
     def live(self) -> int:
@@ -173,11 +186,9 @@ class TpEngine(Engine):
 
     def close(self) -> None:
         self._live.clear()
-        if self._controls is not None:
-            self._controls.close()
         if self._guidance is not None:
             self._guidance.close()
-        self._runner.close()
+        self._closers.close()
 
     def _begin(self, live: LiveRequest) -> None:
         self._scheduler.add(*live.sequences)

@@ -1,6 +1,8 @@
-"""How much memory is free, by what limits this process."""
+"""How much memory is free, by what limits this process; and how it is given back."""
 
+import ctypes
 import os
+import sys
 from pathlib import Path
 
 import torch
@@ -30,3 +32,13 @@ def _cgroup() -> int | None:
     except OSError:
         return None
     return max(0, int(most) - int(used)) if most.isdigit() else None
+
+
+def give_back(device: torch.device) -> None:
+    """Freed memory goes to the system and not into a list for later: somebody else is to use it."""
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+    if sys.platform == "linux":
+        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+        if trim is not None:
+            trim(0)

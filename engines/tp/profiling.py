@@ -24,12 +24,10 @@ class Profiling:
     def running(self) -> bool:
         return self._profile is not None
 
-    def start(self, directory: object) -> str:
+    def start(self, directory: str) -> str:
         """Returns the directory, which is made if need be. Raises ControlError where it can't be written or one runs."""
         if self._profile is not None:
             raise ControlError(f"a profile into {self._directory} runs already; call stop_profile first")
-        if not isinstance(directory, str) or not directory:
-            raise ControlError(f"start_profile needs a directory for the trace, not {directory!r}")
         self._directory = _writable(Path(directory).expanduser().absolute())
         started = profile(activities=self._activities)
         started.start()

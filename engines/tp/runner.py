@@ -1,8 +1,5 @@
 """Owns one rank's part of the model and of its KV cache, and runs one scheduled batch at a time."""
 
-import ctypes
-import os
-import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -11,18 +8,21 @@ import torch
 from tllm_core.engines.tp.attention import AttentionBackend, AttentionMetadata, AttentionShape
 from tllm_core.engines.tp.batch import ScheduledBatch
 from tllm_core.engines.tp.comm import Alone, Group
+from tllm_core.engines.tp.comm.agree import least, texts, together
 from tllm_core.engines.tp.config import ModelConfig, read_config
+from tllm_core.engines.tp.devices import device_of, usable_cores
 from tllm_core.engines.tp.graphs import DecodeGraphs
 from tllm_core.engines.tp.invariant import whole_threads
 from tllm_core.engines.tp.kernels import choose
-from tllm_core.engines.tp.memory import available_bytes
+from tllm_core.engines.tp.memory import available_bytes, give_back
 from tllm_core.engines.tp.models.decoder import Decoder
 from tllm_core.engines.tp.models.shard import Shard, shard_of
 from tllm_core.engines.tp.prepare import resolve
+from tllm_core.engines.tp.profiling import Profiling
 from tllm_core.engines.tp.rope import most_positions
 from tllm_core.engines.tp.spec import TpSettings
 from tllm_core.engines.tp.weights import Checkpoint
-from tllm_core.errors import ConfigError, ModelError
+from tllm_core.errors import ConfigError, ControlError, ModelError
 
 _HOST_FRACTION, _HOST_MOST_BYTES, _GPU_FRACTION = 0.25, 4 << 30, 0.85
 
@@ -44,17 +44,18 @@ class Runner:
     def __init__(self, settings: TpSettings, group: Group | None = None) -> None:
         """`group`: the ranks of this model, None = this one alone."""
         self.settings, self.group = settings, group or Alone()
-        self.device = _device(settings.device)
+        self.device = device_of(settings.device, self.group.rank, self.group.size)
         self._model: Decoder | None = None
         self._attention: AttentionBackend | None = None
         self._graphs: DecodeGraphs | None = None
+        self._profiling = Profiling(self.device)
 
     def load(self, phase: Phase) -> None:
         """Resolves the model, reads its weights and allocates the cache; `phase(name, done)` says what it is doing.
 
         Raises ConfigError or ModelError for a model or setting that can't be used.
         """
-        threads = self.settings.threads or _usable_cores()
+        threads = self.settings.threads or max(1, usable_cores() // self.group.size)
         torch.set_num_threads(whole_threads(threads) if self.settings.batch_invariant else threads)
         phase("resolving the model", None)
         directory = resolve(self.settings.model, self.settings.cache_dir, phase)
@@ -116,7 +117,8 @@ class Runner:
     def renew_cache(self) -> None:
         """Gives the memory of the whole cache back and takes as much new. Raises ConfigError where there is no room."""
         self._graphs = self._attention = None
-        self._allocate()
+        with together(self.group):
+            self._allocate()
         self._prepare()
 
     def sleep(self, level: int) -> None:
@@ -126,16 +128,19 @@ class Runner:
             self._model = None
         elif self._model is not None and self.device.type != "cpu":
             self._model.move_to(torch.device("cpu"))
-        _give_back(self.device)
+        give_back(self.device)
 
     def wakeup(self) -> None:
         """Undoes `sleep`: weights that were freed are read anew. May be tried again after it raised ConfigError or ModelError."""
-        if self._model is None:
-            self._model = self._read(self.directory, self.device)
-        elif self.device.type != "cpu":
-            self._model.move_to(self.device)
-        if self._attention is None:
-            self._allocate()
+        with together(self.group):
+            if self._model is None:
+                self._model = self._read(self.directory, self.device)
+            elif self.device.type != "cpu":
+                self._model.move_to(self.device)
+            asleep = self._attention is None
+            if asleep:
+                self._allocate()
+        if asleep:
             self._prepare()
 
     def update(self, directory: Path) -> None:
@@ -143,21 +148,43 @@ class Runner:
 
         Where weights were freed, the new ones are only checked: `wakeup` reads them.
         """
-        if (directory / "config.json").is_file():
-            _check_same(self.config, read_config(directory), directory)
-        if self._model is None:
-            self._read(directory, torch.device("meta"))
-        else:
-            self._check_room(directory)
-            self._graphs, self._model = None, self._read(directory, self.device)
+        model = None
+        with together(self.group):
+            if (directory / "config.json").is_file():
+                _check_same(self.config, read_config(directory), directory)
+            if self._model is None:
+                self._read(directory, torch.device("meta"))
+            else:
+                self._check_room(directory)
+                model = self._read(directory, self.device)
+        if model is not None:
+            self._graphs, self._model = None, model
             self._prepare()
-            _give_back(self.device)
+            give_back(self.device)
         self.directory = directory
+
+    def start_profile(self, directory: str) -> list[str]:
+        """On rank 0 what each rank's profiler says of `directory`. Raises ControlError where one can't be started."""
+        try:
+            with together(self.group):
+                told = self._profiling.start(directory)
+        except ControlError:
+            raise
+        except ConfigError:
+            self._profiling.close()  # another rank could not
+            raise
+        return texts(self.group, told)
+
+    def stop_profile(self) -> list[str]:
+        """On rank 0 the paths of all ranks' traces. Raises ControlError where none runs or one can't be written."""
+        with together(self.group):
+            path = self._profiling.stop()
+        return texts(self.group, path)
 
     def _check_room(self, directory: Path) -> None:
         """Old and new weights are held together for a moment."""
         with Checkpoint(directory) as checkpoint:
-            needed = checkpoint.bytes_as(self._dtype()) // self.group.size
+            needed = checkpoint.bytes_as(self._dtype()) // (1 if self.device.type == "cpu" else self.group.size)
         free = available_bytes(self.device)
         if needed > free:
             raise ConfigError(
@@ -166,8 +193,10 @@ class Runner:
             )
 
     def close(self) -> None:
-        """Frees the weights and the cache."""
+        """Frees the weights and the cache, and leaves the group."""
+        self._profiling.close()
         self._graphs = self._model = self._attention = None
+        self.group.close()
 
     def _limit(self) -> int:
         own, asked = self.config.max_position_embeddings, self.settings.max_seq_len
@@ -189,7 +218,7 @@ class Runner:
         itemsize = (self._kernels.kv_dtype or dtype).itemsize
         row = self.shard.heads.num_kv * self.config.head_dim * itemsize
         self._block_bytes = 2 * self.config.num_layers * self.settings.block_size * row
-        self.num_blocks = self.settings.num_blocks or self._fitting_blocks(self._block_bytes)
+        self.num_blocks = self.settings.num_blocks or least(self.group, self._fitting_blocks(self._block_bytes))
 
     def _shape(self) -> AttentionShape:
         assert self._model is not None
@@ -240,6 +269,7 @@ class Runner:
             share = free * (self.settings.memory_fraction or _HOST_FRACTION)
             if self.settings.memory_fraction is None:
                 share = min(share, _HOST_MOST_BYTES)
+            share /= self.group.size  # all are on this host
         else:
             share = free * (self.settings.memory_fraction or _GPU_FRACTION)
         per_sequence = -(-self.max_seq_len // self.settings.block_size)
@@ -252,38 +282,12 @@ class Runner:
         return blocks
 
 
-def _give_back(device: torch.device) -> None:
-    """Freed memory goes to the system and not into a list for later: somebody else is to use it."""
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
-    if sys.platform == "linux":
-        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-        if trim is not None:
-            trim(0)
-
-
 def _check_same(now: ModelConfig, new: ModelConfig, directory: Path) -> None:
     field = now.difference(new)
     if field is not None:
         raise ModelError(
             f"{directory} is another model: its {field} is {getattr(new, field)!r}, the running one's {getattr(now, field)!r}"
         )
-
-
-def _device(name: str) -> torch.device:
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(name)
-    except RuntimeError:
-        raise ConfigError(f"device {name!r} is none that torch knows; try 'cpu' or 'cuda'") from None
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise ConfigError(f"device {name!r} is not usable: torch finds no CUDA device here; set device to 'cpu'")
-    return device
-
-
-def _usable_cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _name(model: str) -> str:

@@ -7,6 +7,8 @@ from msgspec import Struct
 from tllm_core.contracts.interfaces import EngineSpec
 from tllm_core.errors import ConfigError
 
+MOST_RANKS = 64
+
 
 class TpSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Settings of the tp engine.
@@ -20,7 +22,10 @@ class TpSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     cuda_graphs: decoding steps are recorded and replayed, with FlashInfer on a GPU.
     kv_dtype: of the KV cache, "auto" = that of activations; the float8 ones need FlashInfer, and hold keys divided by
     k_scale and values by v_scale.
-    threads: CPU threads of torch, None = the cores that this process may use.
+    threads: CPU threads of torch in each rank, None = the cores that it may use, divided among the ranks.
+    tensor_parallel_size: processes that share a model, each with its part of weights and KV cache, and a GPU of its own if
+    it runs on GPUs; at most as many as the model has heads. comm: how they meet; "auto" = nccl on GPUs, on CPUs shm
+    (memory that they share) where the system allows that, else gloo (sockets).
 
     max_seq_len: prompt and new tokens together, None = the model's own limit; never above it, but for models whose rope
     stretches ("dynamic"). Models with longrope have other factors where it is above their original length.
@@ -52,6 +57,7 @@ class TpSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     v_scale: float = 1.0
     threads: int | None = None
     tensor_parallel_size: int = 1
+    comm: Literal["auto", "nccl", "gloo", "shm"] = "auto"
     max_seq_len: int | None = None
     max_num_seqs: int = 64
     max_batched_tokens: int = 512
@@ -66,17 +72,15 @@ class TpSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     def __post_init__(self) -> None:
         """Raises ConfigError, which names the setting, for values that can't work."""
-        if self.tensor_parallel_size != 1:
-            raise ConfigError(
-                f"tensor_parallel_size {self.tensor_parallel_size} is not supported by this version of the tp engine;"
-                " set it to 1"
-            )
         if not self.model:
             raise ConfigError("model is empty; name a directory, a GGUF file, a catalogue name or a hub id")
-        for name in ("threads", "max_seq_len", "max_num_seqs", "max_batched_tokens", "block_size", "num_blocks"):
+        counts = ("tensor_parallel_size", "max_num_seqs", "max_batched_tokens", "block_size")
+        for name in (*counts, "threads", "max_seq_len", "num_blocks"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ConfigError(f"{name} must be at least 1, not {value}")
+        if self.tensor_parallel_size > MOST_RANKS:
+            raise ConfigError(f"tensor_parallel_size must be at most {MOST_RANKS}, not {self.tensor_parallel_size}")
         if self.max_batched_tokens < self.max_num_seqs:
             raise ConfigError(
                 f"max_batched_tokens {self.max_batched_tokens} is below max_num_seqs {self.max_num_seqs}: every running"
@@ -99,10 +103,15 @@ class TpSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
             raise ConfigError(f"seed must be in [0, 2^63), not {self.seed}")
 
 
+def world_size(settings: TpSettings) -> int:
+    return settings.tensor_parallel_size
+
+
 SPEC = EngineSpec(
     name="tp",
     settings_type=TpSettings,
     load="tllm_core.engines.tp.engine:TpEngine",
+    world_size="tllm_core.engines.tp.spec:world_size",
     prepare="tllm_core.engines.tp.prepare:prepare",
     requires=("torch", "safetensors"),
 )

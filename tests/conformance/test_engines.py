@@ -102,6 +102,7 @@ class TestSelfDriven(EngineConformance):
 class TestTp(EngineConformance):
     engine = "tp"
     bad_settings: ClassVar[dict[str, Any]] = {"model": "/nowhere/at/all"}
+    many_ranks: ClassVar[dict[str, Any]] = {"tensor_parallel_size": 2}
 
     @classmethod
     def setup_class(cls) -> None:

@@ -599,7 +599,7 @@ def test_random_traffic_of_all_kinds_leaves_nothing_behind(model_dir: Path) -> N
 @pytest.mark.parametrize(
     ("setting", "words"),
     [
-        ({"tensor_parallel_size": 2}, "tensor_parallel_size 2 is not supported .* set it to 1"),
+        ({"tensor_parallel_size": 0}, "tensor_parallel_size must be at least 1, not 0"),
         ({"max_num_seqs": 0}, "max_num_seqs must be at least 1, not 0"),
         ({"max_num_seqs": 64, "max_batched_tokens": 32}, "max_batched_tokens 32 is below max_num_seqs 64"),
         ({"memory_fraction": 1.5}, "memory_fraction must be between 0 and 1"),

@@ -17,7 +17,7 @@ class Group(ABC):
 
     @abstractmethod
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
-        """The sum over all ranks, in rank order and so the same bits on all; in `x` itself where that can be."""
+        """The sum over all ranks, the same bits on all, on a CPU in rank order; in `x` itself where that can be."""
 
     @abstractmethod
     def gather(self, x: torch.Tensor) -> torch.Tensor | None:
