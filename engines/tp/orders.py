@@ -27,11 +27,11 @@ def order_of(kind: Order, numbers: Iterable[int] = ()) -> "array[int]":
 
 
 def order_with_text(kind: Order, text: str) -> "array[int]":
-    return array("i", (kind, *text.encode("utf-8", "surrogateescape")))
+    return array("i", (kind, *text.encode("utf-8", "surrogatepass")))
 
 
 def text_of(order: "array[int]") -> str:
-    return bytes(order[1:].tolist()).decode("utf-8", "surrogateescape")
+    return bytes(order[1:].tolist()).decode("utf-8", "surrogatepass")
 
 
 def order_to_execute(batch: ScheduledBatch) -> "array[int]":

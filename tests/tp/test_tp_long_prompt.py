@@ -59,7 +59,7 @@ def test_no_list_of_a_long_prompts_tokens_is_made(engine: TpEngine) -> None:
     finally:
         tracemalloc.stop()
     assert engine.stats().generated_tokens == 6
-    assert BUFFER < peak < LIST * 0.7
+    assert BUFFER < peak < LIST  # which hashes of its blocks are in, too
 
 
 def test_a_list_would_be_seen(engine: TpEngine) -> None:
