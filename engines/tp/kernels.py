@@ -9,10 +9,10 @@ from typing import Any
 import torch
 
 from tllm_core.engines.tp.attention import AttentionBackend, AttentionShape, CapturableAttention
-from tllm_core.engines.tp.attention.flashinfer import FlashInferAttention
+from tllm_core.engines.tp.attention.flashinfer import WORKSPACE_BYTES, WRAPPER_BYTES, FlashInferAttention
 from tllm_core.engines.tp.attention.invariant import InvariantAttention
 from tllm_core.engines.tp.attention.torch import TorchAttention
-from tllm_core.engines.tp.graphs import CudaRecorder, DecodeGraphs, Forward, Recorder, warm_up
+from tllm_core.engines.tp.graphs import CudaRecorder, DecodeGraphs, Forward, Recorder, graph_sizes, warm_up
 from tllm_core.engines.tp.invariant import InvariantOps
 from tllm_core.engines.tp.ops import Ops
 from tllm_core.engines.tp.ops.flashinfer import FlashInferOps
@@ -38,6 +38,10 @@ class Kernels(ABC):
     @abstractmethod
     def attention(self, shape: AttentionShape) -> AttentionBackend:
         """Takes the cache's memory; raises RuntimeError or MemoryError where there is none."""
+
+    def reserved_bytes(self, windows: int) -> int:
+        """What they take of a device's memory beside weights and cache, for layers of so many different windows."""
+        return 0
 
     def prepare(
         self, forward: Forward, attention: AttentionBackend, shape: AttentionShape, vocab_size: int, progress: Progress
@@ -99,6 +103,10 @@ class FlashInferKernels(Kernels):
             kernels=settings.attention_kernels,
             batch_invariant=self._batch_invariant,
         )
+
+    def reserved_bytes(self, windows: int) -> int:
+        captured = 0 if self._recorder is None else len(graph_sizes(self._settings.max_num_seqs))
+        return WORKSPACE_BYTES + windows * (2 + captured) * WRAPPER_BYTES
 
     def prepare(
         self, forward: Forward, attention: AttentionBackend, shape: AttentionShape, vocab_size: int, progress: Progress

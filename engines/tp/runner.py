@@ -264,7 +264,7 @@ class Runner:
 
     def _fitting_blocks(self, block_bytes: int) -> int:
         """As many blocks as the share of free memory holds, but no more than all sequences at full length need."""
-        free = available_bytes(self.device)
+        free = max(0, available_bytes(self.device) - self._kernels.reserved_bytes(len(set(self.config.windows))))
         if self.device.type == "cpu":
             share = free * (self.settings.memory_fraction or _HOST_FRACTION)
             if self.settings.memory_fraction is None:

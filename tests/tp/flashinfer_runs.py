@@ -91,9 +91,9 @@ def engine_on(
             engine.close()
 
 
-def prompts(count: int, seed: int = 0, longest: int = 70) -> list[list[int]]:
+def prompts(count: int, seed: int = 0, longest: int = 70, vocab: int = VOCAB) -> list[list[int]]:
     chance = random.Random(seed)
-    return [[chance.randrange(3, VOCAB) for _ in range(chance.randint(1, longest))] for _ in range(count)]
+    return [[chance.randrange(3, vocab) for _ in range(chance.randint(1, longest))] for _ in range(count)]
 
 
 def generate(engine: TpEngine, requests: list[list[int]], new_tokens: int = 12) -> list[Generated]:

@@ -3,6 +3,7 @@
 from array import array
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 from tests.tp.flashinfer_runs import bfloat16_everywhere, engine_on, error, generate, parted, prompts, save_model
 from tests.tp.flashinfer_stand_in import VERSIONS, FlashInferStandIn, Tape
 from tests.tp.flashinfer_stand_in.kernels import attend
+from tests.tp.reference import VOCAB, reference
 from tests.tp.test_tp_attention import batches
 from tllm_core.engines.tp.attention import AttentionMetadata, AttentionShape
 from tllm_core.engines.tp.attention.flashinfer import FlashInferAttention
@@ -67,6 +69,14 @@ def run_once(
         for part, (k, v) in zip(queries, kv, strict=True)
     ]
     return attention.run(0, q).float(), torch.cat(expected).flatten(1)
+
+
+def test_a_copied_block_holds_what_its_source_held_before_any_copy(stand_in: FlashInferStandIn) -> None:
+    attention = FlashInferAttention(stand_in, shape_of(4, 16, num_layers=2), kv_dtype=torch.float8_e4m3fn)
+    for block in range(5):
+        attention.cache[:, :, block].fill_(block + 1)
+    attention.copy([0, 1], [1, 3])
+    assert attention.cache[:, :, :, 0, 0, 0].float().unique(dim=0).tolist() == [[[1, 1, 3, 2, 5]] * 2]
 
 
 @settings(max_examples=20, deadline=None)
@@ -200,6 +210,36 @@ def test_an_engine_generates_what_it_does_on_torch(model_dir: Path, stand_in: Fl
     if tape is not None:
         assert tape.recorded == 4  # batches of 1, 2, 4 and 6
         assert 0 < tape.replayed < steps
+
+
+FAMILIES: dict[str, dict[str, Any]] = {
+    "Mistral": {"head_dim": 64, "sliding_window": 8},
+    "Qwen2": {"hidden_size": 256},
+    "Qwen3": {"head_dim": 64},
+    "Gemma3": {
+        "head_dim": 64,
+        "sliding_window": 8,
+        "layer_types": ["sliding_attention", "full_attention"],
+        "query_pre_attn_scalar": 48,
+    },
+    "Phi3": {"hidden_size": 256, "rope_parameters": {"rope_theta": 10000.0, "partial_rotary_factor": 0.5}},
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_is_as_near_to_float32_as_on_torch(
+    family: str, stand_in: FlashInferStandIn, tmp_path: Path
+) -> None:
+    """Windows, scales, norms of heads, norms that add one, partial rotations, and what is laid out between heads."""
+    reference(family, FAMILIES[family]).save_pretrained(tmp_path)
+    requests, found = prompts(5, seed=4, longest=40, vocab=VOCAB), []
+    for dtype, fi in (("float32", None), ("bfloat16", None), ("bfloat16", stand_in)):
+        tape = None if fi is None else Tape()
+        with engine_on(tmp_path, fi, tape, dtype=dtype, max_batched_tokens=16, max_num_seqs=4) as engine:
+            found.append(generate(engine, requests, new_tokens=6))
+    exact, torch_s, ours = found
+    assert error(ours, exact) < 1.25 * error(torch_s, exact)
+    parted(ours, torch_s, ROUNDING)
 
 
 def test_graphs_change_no_token(narrow_dir: Path, stand_in: FlashInferStandIn) -> None:
