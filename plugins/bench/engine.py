@@ -27,10 +27,12 @@ class Plan(Struct, frozen=True):
     threads: int | None
     rounds: int
     compare: bool
+    device: str
+    attention: str
 
 
 class Case(Struct):
-    """One workload and the best tokens/s of each contender: ours, generate, continuous_batching, gemm_limit."""
+    """One workload and the best tokens/s of each contender: ours, generate, continuous_batching and limits."""
 
     name: str
     batch: int
@@ -47,6 +49,8 @@ class Case(Struct):
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `tllm bench engine`."""
     parser.add_argument("--model", default="smollm2-135m", help="as the tp engine's option of that name")
+    parser.add_argument("--device", default="cpu", help="cpu, cuda, or as torch writes it")
+    parser.add_argument("--attention", default="auto", choices=("auto", "torch", "flashinfer"), help="of the tp engine")
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
     parser.add_argument("--batch", default="1,8,16", help="sequences that decode at once, comma separated")
     parser.add_argument("--prompt-tokens", type=int, default=64)
@@ -72,15 +76,19 @@ def measure(plan: Plan) -> list[Case]:
     """Runs every contender on every case, `plan.rounds` times in turn."""
     # The engine first: it sets how torch's threads wait, which all contenders then share.
     load_object(Registry().engine("tp").load)
-    from tllm_core.plugins.bench.engine_contenders import Contender, GemmLimit, Ours, Transformers
+    from tllm_core.plugins.bench.engine_contenders import Contender, Ours, Transformers
+    from tllm_core.plugins.bench.engine_limits import BandwidthLimit, GemmLimit
 
     decode = [Case(f"decode batch {batch}", batch) for batch in plan.batches]
     prefill = Case(f"prefill {PREFILL_TOKENS}", 1)
-    ours = Ours(plan.model, plan.dtype, plan.threads, max(plan.batches))
+    device = plan.device
+    ours = Ours(plan.model, plan.dtype, plan.threads, max(plan.batches), device, plan.attention)
     try:
-        contenders: list[Contender] = [ours, GemmLimit(ours.model_dir, plan.dtype)]
+        contenders: list[Contender] = [ours, GemmLimit(ours.model_dir, plan.dtype, device)]
+        if device != "cpu":
+            contenders.append(BandwidthLimit(ours.model_dir, plan.dtype, device))
         if plan.compare:
-            contenders += Transformers.both(ours.model_dir, plan.dtype)
+            contenders += Transformers.both(ours.model_dir, plan.dtype, device)
         for number in range(plan.rounds):
             for case, contender in ((case, contender) for case in decode for contender in contenders):
                 _say(f"round {number + 1}/{plan.rounds}: {case.name}, {contender.name}")
@@ -113,6 +121,8 @@ def _plan(arguments: argparse.Namespace) -> Plan:
         threads=arguments.threads,
         rounds=arguments.rounds,
         compare=arguments.compare is not None,
+        device=arguments.device,
+        attention=arguments.attention,
     )
 
 

@@ -1,17 +1,12 @@
-"""What `tllm bench engine` measures: the tp engine, transformers' two ways to generate, and matrix products alone."""
+"""What `tllm bench engine` measures: the tp engine and transformers' two ways to generate. Their limits: engine_limits.py."""
 
-import gc
-import json
 import random
 import time
 from abc import ABC, abstractmethod
 from collections import defaultdict
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F  # noqa: N812 - everybody's name for it
 
 from tllm_core.contracts.interfaces import Engine, EngineContext
 from tllm_core.contracts.messages import EngineRequest, SamplingParams, TokenIds
@@ -52,14 +47,30 @@ def shared_window(times: list[list[float]]) -> float:
     return tokens / (end - start) if end > start else 0.0
 
 
+def synchronize(device: torch.device) -> None:
+    """Waits until a GPU has done all that it was given."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
 class Ours(Contender):
     """The tp engine, driven in this process as a worker drives it."""
 
     name = "ours"
 
-    def __init__(self, model: str, dtype: str, threads: int | None, max_batch: int) -> None:
+    def __init__(
+        self, model: str, dtype: str, threads: int | None, max_batch: int, device: str = "cpu", attention: str = "auto"
+    ) -> None:
         spec = Registry().engine("tp")
-        settings = spec.settings_type(model=model, dtype=dtype, threads=threads, max_num_seqs=max(64, max_batch))
+        settings = spec.settings_type(
+            model=model,
+            dtype=dtype,
+            threads=threads,
+            max_num_seqs=max(64, max_batch),
+            max_batched_tokens=max(512, max_batch),
+            device=device,
+            attention=attention,
+        )
         self._engine: Engine = load_object(spec.load)(settings)
         try:
             info = self._engine.start(_Alone())
@@ -123,11 +134,11 @@ class Transformers(Contender):
     name = "generate"
 
     @staticmethod
-    def both(model_dir: str, dtype: str) -> list[Contender]:
+    def both(model_dir: str, dtype: str, device: str = "cpu") -> list[Contender]:
         """This and continuous batching, with a model each: the latter changes the attention of its own."""
-        return [Transformers(model_dir, dtype), ContinuousBatching(model_dir, dtype)]
+        return [Transformers(model_dir, dtype, device), ContinuousBatching(model_dir, dtype, device)]
 
-    def __init__(self, model_dir: str, dtype: str) -> None:
+    def __init__(self, model_dir: str, dtype: str, device: str = "cpu") -> None:
         try:
             from transformers import AutoModelForCausalLM
             from transformers.utils import logging
@@ -135,9 +146,11 @@ class Transformers(Contender):
             raise ConfigError(f"--compare transformers needs it: pip install 'tllm-core[engine]' ({error})") from None
         logging.disable_progress_bar()
         logging.set_verbosity_error()
+        self._device = torch.device(device)
         self._model: Any = AutoModelForCausalLM.from_pretrained(
             model_dir, dtype=getattr(torch, dtype), attn_implementation="sdpa"
-        ).eval()
+        )
+        self._model = self._model.to(self._device).eval()
         self._model.generation_config.eos_token_id = None
         self._prompts = Prompts(self._model.config.vocab_size, seed=2)
 
@@ -156,10 +169,11 @@ class Transformers(Contender):
         times: list[float] = []
 
         def note(ids: torch.Tensor, scores: object, **_: object) -> torch.Tensor:
+            synchronize(self._device)
             times.append(time.perf_counter())
-            return torch.zeros(ids.shape[0], dtype=torch.bool)
+            return torch.zeros(ids.shape[0], dtype=torch.bool, device=ids.device)
 
-        ids = torch.tensor(prompts)
+        ids = torch.tensor(prompts, device=self._device)
         with torch.inference_mode():
             self._model.generate(
                 ids,
@@ -217,64 +231,3 @@ def _greedy(new_tokens: int) -> Any:
     from transformers import GenerationConfig
 
     return GenerationConfig(max_new_tokens=new_tokens, do_sample=False, pad_token_id=0)
-
-
-class GemmLimit(Contender):
-    """The model's matrix products alone, fused as an engine would: each with the faster of torch's kernels for it."""
-
-    name = "gemm_limit"
-
-    def __init__(self, model_dir: str, dtype: str) -> None:
-        config = json.loads((Path(model_dir) / "config.json").read_text())
-        hidden, inner, heads = config["hidden_size"], config["intermediate_size"], config["num_attention_heads"]
-        head_dim = config.get("head_dim") or hidden // heads
-        kv = config.get("num_key_value_heads", heads) * head_dim
-        shapes = [(heads * head_dim + 2 * kv, hidden), (hidden, heads * head_dim), (2 * inner, hidden), (hidden, inner)]
-        kind = getattr(torch, dtype)
-        self._layers = [
-            [torch.randn(shape, dtype=kind) for shape in shapes] for _ in range(config["num_hidden_layers"])
-        ]
-        self._head = torch.randn(config["vocab_size"], hidden, dtype=kind)
-
-    def decode(self, batch: int, prompt_tokens: int, new_tokens: int) -> float:
-        return batch / self._best_s(batch, batch, rounds=8)
-
-    def prefill(self, tokens: int) -> float:
-        return tokens / self._best_s(tokens, 1, rounds=2)
-
-    @torch.inference_mode()
-    def _best_s(self, rows: int, logits_rows: int, rounds: int) -> float:
-        seconds = []
-        for pack in _packings(self._head.dtype):
-            layers, head = [[pack(w) for w in layer] for layer in self._layers], pack(self._head)
-            inputs = {w.shape[1]: torch.randn(rows, w.shape[1], dtype=self._head.dtype) for w in self._layers[0]}
-            wanted = inputs[self._head.shape[1]][:logits_rows]
-            for _ in range(rounds):
-                began = time.perf_counter()
-                for layer, weights in zip(layers, self._layers, strict=True):
-                    for product, weight in zip(layer, weights, strict=True):
-                        product(inputs[weight.shape[1]])
-                head(wanted)
-                seconds.append(time.perf_counter() - began)
-            del layers, head
-            gc.collect()
-        return min(seconds)
-
-
-Product = Callable[[torch.Tensor], torch.Tensor]
-
-
-def _packings(dtype: torch.dtype) -> list[Callable[[torch.Tensor], Product]]:
-    """Ways to multiply by a weight: plain; packed by oneDNN in its own type; in float32, for CPUs without bfloat16."""
-    ways: list[Callable[[torch.Tensor], Product]] = [lambda weight: lambda x: F.linear(x, weight)]
-    if torch._C._has_mkldnn:
-        ways.append(lambda weight: _packed(weight.float()))
-        if dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported():
-            ways.append(_packed)
-    return ways
-
-
-def _packed(weight: torch.Tensor) -> Product:
-    packed = torch.ops.mkldnn._reorder_linear_weight(weight, 512)
-    kind = weight.dtype
-    return lambda x: torch.ops.mkldnn._linear_pointwise(x.to(kind), packed, None, "none", [], "")

@@ -10,12 +10,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.tp.flashinfer_layer import HEAD_DIM, run_once, shape_of
 from tests.tp.flashinfer_runs import bfloat16_everywhere, engine_on, error, generate, parted, prompts, save_model
 from tests.tp.flashinfer_stand_in import VERSIONS, FlashInferStandIn, Tape
-from tests.tp.flashinfer_stand_in.kernels import attend
 from tests.tp.reference import VOCAB, reference
 from tests.tp.test_tp_attention import batches
-from tllm_core.engines.tp.attention import AttentionMetadata, AttentionShape
+from tllm_core.engines.tp.attention import AttentionMetadata
 from tllm_core.engines.tp.attention.flashinfer import FlashInferAttention
 from tllm_core.engines.tp.batch import ScheduledBatch
 from tllm_core.engines.tp.kernels import FlashInferKernels, choose
@@ -23,7 +23,6 @@ from tllm_core.engines.tp.runner import Runner
 from tllm_core.engines.tp.spec import TpSettings
 from tllm_core.errors import ConfigError
 
-HEAD_DIM = 64
 ROUNDING = 0.25
 """Of log-probabilities, where bfloat16 is rounded in another order: logits of about 8 are a sixteenth apart."""
 CPU, META = torch.device("cpu"), torch.device("meta")
@@ -32,43 +31,6 @@ CPU, META = torch.device("cpu"), torch.device("meta")
 @pytest.fixture(params=VERSIONS)
 def stand_in(request: pytest.FixtureRequest) -> FlashInferStandIn:
     return FlashInferStandIn(request.param)
-
-
-def shape_of(num_blocks: int, block_size: int, **options: object) -> AttentionShape:
-    own = {
-        "num_layers": 1,
-        "num_heads": 4,
-        "num_kv_heads": 2,
-        "head_dim": HEAD_DIM,
-        "dtype": torch.bfloat16,
-        "device": CPU,
-    }
-    return AttentionShape(**(own | {"num_blocks": num_blocks, "block_size": block_size} | options))  # type: ignore[arg-type]
-
-
-def run_once(
-    attention: FlashInferAttention, shape: AttentionShape, batch: ScheduledBatch, window: int | None = None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """What one layer makes of random contexts and queries, and what it is by definition."""
-    metadata = AttentionMetadata.of(batch, shape.block_size)
-    lengths = metadata.seq_lens.tolist()
-    kv = [torch.randn(2, n, shape.num_kv_heads, HEAD_DIM).bfloat16() for n in lengths]
-    for i, table in enumerate(batch.block_tables):
-        for position in range(batch.context_lens[i]):
-            block, row = table[position // shape.block_size], position % shape.block_size
-            attention.cache[0, :, block, row] = kv[i][:, position].to(attention.cache.dtype)
-    q = torch.randn(metadata.num_tokens, shape.num_heads, HEAD_DIM).bfloat16()
-    attention.plan(metadata)
-    new = [x[:, context:] for x, context in zip(kv, batch.context_lens, strict=True)]
-    keys, values = torch.cat(new, dim=1)
-    attention.write_kv(0, keys, values)
-    scale = HEAD_DIM**-0.5 if shape.scale is None else shape.scale
-    queries = q.split(batch.query_lens)
-    expected = [
-        attend(part, k.float(), v.float(), scale, -1 if window is None else window - 1)
-        for part, (k, v) in zip(queries, kv, strict=True)
-    ]
-    return attention.run(0, q).float(), torch.cat(expected).flatten(1)
 
 
 def test_a_copied_block_holds_what_its_source_held_before_any_copy(stand_in: FlashInferStandIn) -> None:
