@@ -173,9 +173,9 @@ def test_what_can_never_run_is_refused_alone(started, sampling, prompt, field):
 
 
 def test_a_paced_step_does_not_block_and_wakes_when_due(started):
-    engine, context = started(step_interval_s=0.02)
-    engine.submit(request(max_tokens=3))
     began, outputs = time.monotonic(), []
+    engine, context = started(step_interval_s=0.02)  # the pace is kept from here on
+    engine.submit(request(max_tokens=3))
     while len(outputs) < 3:
         context.woken.clear()
         step = engine.step()

@@ -121,7 +121,7 @@ def test_what_a_follower_raises_is_the_cause_with_its_traceback(spawned_ipc: Wor
         result.result(DEADLINE_S)
     assert caught.value.root_cause.rank == 1
     assert "in fail" in (caught.value.root_cause.traceback or "")
-    assert 3 <= len(result.outputs[0].token_ids) <= 5
+    assert len(result.outputs[0].token_ids) <= 5  # what rank 0 had not handed over yet went with it
 
 
 def test_what_rank_0_raises_is_the_cause_although_the_others_leave_with_it(

@@ -137,7 +137,7 @@ def _reference(model: Any, prompt: list[int], config: Any) -> Reference:
 
 @pytest.fixture(scope="module")
 def engine(model_dir: Path) -> Any:
-    engine = TpEngine(TpSettings(model=str(model_dir), dtype="float32", num_blocks=1400))
+    engine = TpEngine(TpSettings(model=str(model_dir), dtype="float32", num_blocks=1400, threads=1))
     engine.start(Alone())
     yield engine
     engine.close()
