@@ -85,7 +85,8 @@ _HINTS = {
 def _check_prompt(prompt: TokenIds, info: EngineInfo) -> None:
     if not len(prompt):
         raise RequestError("prompt_token_ids is empty; at least one token is needed", field="prompt_token_ids")
-    _check_vocabulary("prompt_token_ids", max(prompt.view), info)
+    if info.vocab_size is not None:  # else nobody needs the largest of what may be very many
+        _check_vocabulary("prompt_token_ids", max(prompt.view), info)
 
 
 def _check_vocabulary(field: str, largest: int, info: EngineInfo) -> None:
