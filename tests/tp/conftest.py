@@ -16,20 +16,18 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_tiny_llama(tmp_path_factory.mktemp("tiny"))
 
 
-def save_tiny_llama(directory: Path) -> Path:
-    """Two layers of random weights, in `directory`."""
-    config = LlamaConfig(
-        vocab_size=VOCAB,
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=LIMIT,
-        bos_token_id=1,
-        eos_token_id=EOS,
-        initializer_range=0.2,
-    )
+def save_tiny_llama(directory: Path, **sizes: int) -> Path:
+    """Two layers of random weights, in `directory`; `sizes` are fields of LlamaConfig that are to be others."""
+    usual = {
+        "vocab_size": VOCAB,
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": LIMIT,
+    }
+    config = LlamaConfig(**{**usual, **sizes}, bos_token_id=1, eos_token_id=EOS, initializer_range=0.2)
     torch.manual_seed(0)
     LlamaForCausalLM(config).save_pretrained(directory)
     return directory

@@ -5,9 +5,8 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
-import torch
-from transformers import LlamaConfig, LlamaForCausalLM
 
+from tests.tp.conftest import save_tiny_llama
 from tests.tp.test_tp_engine import Context
 from tllm_core.contracts.messages import EngineRequest, SamplingParams, TokenIds
 from tllm_core.engines.tp import TpSettings
@@ -21,8 +20,8 @@ LIST = (8 + 28) * LENGTH
 
 @pytest.fixture(scope="module")
 def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TpEngine]:
-    directory = tmp_path_factory.mktemp("long")
-    config = LlamaConfig(
+    directory = save_tiny_llama(
+        tmp_path_factory.mktemp("long"),
         vocab_size=VOCAB,
         hidden_size=16,
         intermediate_size=16,
@@ -31,8 +30,6 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TpEngine]:
         num_key_value_heads=1,
         max_position_embeddings=LENGTH + 100,
     )
-    torch.manual_seed(0)
-    LlamaForCausalLM(config).save_pretrained(directory)
     engine = TpEngine(TpSettings(model=str(directory), threads=1, max_batched_tokens=2048, kv_events=0))
     engine.start(Context())
     yield engine
