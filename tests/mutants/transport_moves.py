@@ -14,7 +14,7 @@ from tllm_core.transports.inproc import Inbox, InprocTransport
 from tllm_core.transports.zmq import ZmqTransport
 
 
-@caught_by("TestInproc", "test_frames_arrive_in_order_and_once", r"assert \[\[b'1999'")
+@caught_by("TestInproc", "test_frames_arrive_in_order_and_once", r"\[b'1999'\] at place 0")
 class Reorders(Altered, InprocTransport):
     """What waits is handed out last one first."""
 
@@ -23,7 +23,7 @@ class Reorders(Altered, InprocTransport):
         port.receive = lambda timeout: receive(timeout)[::-1]
 
 
-@caught_by("TestInproc", "test_frames_arrive_in_order_and_once", r"assert \[\[b'0'\], \[b'0\.")
+@caught_by("TestInproc", "test_frames_arrive_in_order_and_once", r"\[b'0'\] at place 1")
 class Repeats(Altered, InprocTransport):
     """Every frame that comes together with others comes twice."""
 
@@ -46,7 +46,7 @@ class JoinsBuffers(Altered, InprocTransport):
         port.receive = lambda timeout: [[b"".join(frame)] for frame in receive(timeout)]
 
 
-@caught_by("TestZmqIpc", "test_large_frames_keep_their_place_among_small_ones", "At index 1 diff: ")
+@caught_by("TestZmqIpc", "test_large_frames_keep_their_place_among_small_ones", "at place 1 instead of")
 class CutsLargeFrames(Altered, ZmqTransport):
     """Of a large buffer only the first 64 KiB travel."""
 
@@ -55,7 +55,7 @@ class CutsLargeFrames(Altered, ZmqTransport):
         port._send = lambda frame, to: send([part[: 1 << 16] for part in frame], to)
 
 
-@caught_by("TestInproc", "test_large_frames_keep_their_place_among_small_ones", r"At index 1 diff: \[b'3'\]")
+@caught_by("TestInproc", "test_large_frames_keep_their_place_among_small_ones", r"\[b'3'\] at place 1")
 class LargeFramesComeLate(Altered, InprocTransport):
     """Large frames go another way, which takes longer."""
 
@@ -64,7 +64,7 @@ class LargeFramesComeLate(Altered, InprocTransport):
         port.receive = lambda timeout: sorted(receive(timeout), key=lambda frame: sum(map(len, frame)) > 1 << 16)
 
 
-@caught_by("TestInproc", "test_sixteen_threads_send_at_once", "frames came|Differing items")
+@caught_by("TestInproc", "test_sixteen_threads_send_at_once", "frames came|at place ")
 class SendsWithoutALock(Altered, InprocTransport):
     """Two threads that send at once put one frame where both should be."""
 
@@ -79,7 +79,7 @@ class SendsWithoutALock(Altered, InprocTransport):
                 self._ready.notify()
 
 
-@caught_by("TestInproc", "test_each_of_many_frontends_gets_its_own_frames", r"assert \[\[b'")
+@caught_by("TestInproc", "test_each_of_many_frontends_gets_its_own_frames", "of 50, .* instead of")
 class ReachesTheWrongPeer(Altered, InprocTransport):
     """The engine's frames go to whoever connected first."""
 

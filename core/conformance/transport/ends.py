@@ -11,6 +11,7 @@ from collections.abc import Callable
 import pytest
 
 from tllm_core.conformance.case import case
+from tllm_core.conformance.sequences import check_same
 from tllm_core.conformance.transport.pair import ARRIVES_S, in_thread, joined, new_peer, received, until_blocked
 from tllm_core.conformance.transport.subject import TransportSubject
 from tllm_core.contracts.interfaces import Port
@@ -171,9 +172,9 @@ class EndCases(TransportSubject):
         for frame in expected:
             frontend.send(frame)
         frontend.close()
-        assert received(pair.engine, count) == expected
+        check_same(received(pair.engine, count), expected)
         peer, other = pair.frontend()
         for frame in expected:
             pair.engine.send(peer, frame)
         pair.engine.close()
-        assert received(other, count) == expected
+        check_same(received(other, count), expected)

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from tllm_core.conformance.case import case
+from tllm_core.conformance.sequences import check_same
 from tllm_core.conformance.transport.pair import (
     in_thread,
     joined,
@@ -57,8 +58,8 @@ class PortCases(TransportSubject):
         for frame in sent:
             frontend.send(frame)
             pair.engine.send(peer, frame)
-        assert received(pair.engine, len(sent)) == sent
-        assert received(frontend, len(sent)) == sent
+        check_same(received(pair.engine, len(sent)), sent)
+        check_same(received(frontend, len(sent)), sent)
 
     @case("I2")
     def test_large_frames_keep_their_place_among_small_ones(self) -> None:
@@ -73,8 +74,8 @@ class PortCases(TransportSubject):
         for frame in frames:
             pair.engine.send(peer, frame)
             frontend.send(frame)
-        assert received(frontend, 3) == frames
-        assert received(pair.engine, 3) == frames
+        check_same(received(frontend, 3), frames)
+        check_same(received(pair.engine, 3), frames)
 
     @case("I2")
     def test_a_frame_beyond_max_frame_is_refused_alone(self) -> None:
@@ -120,7 +121,8 @@ class PortCases(TransportSubject):
             for sender, number, filling in received(port, senders * 200):
                 assert len(filling) == int(number) * 400
                 got[int(sender)].append(int(number))
-            assert got == {sender: list(range(200)) for sender in range(senders)}
+            for sender_id in range(senders):
+                check_same(got[sender_id], list(range(200)))
         for thread in threads:
             joined(thread)
 
@@ -149,7 +151,7 @@ class PortCases(TransportSubject):
             peer = new_peer()
             pair.frontends[peer] = pair.transport.connect(pair.engine.address, peer)
             pair.frontends[peer].send([b"%d" % number])
-        assert sorted(received(pair.engine, count)) == [[b"%d" % number] for number in range(count)]
+        check_same(sorted(received(pair.engine, count)), [[b"%d" % number] for number in range(count)])
 
     # ---------------------------------------------------------------------------------------------- waiting, waking
 
@@ -245,4 +247,4 @@ class PortCases(TransportSubject):
             frames += [bytes(frame[0]) for frame in frontend.receive(SLEPT_S)]
             assert time.monotonic() - started < SLEPT_S, f"slept through a wake or a frame, after {len(frames)} frames"
         joined(thread)
-        assert frames == [b"%d" % number for number in range(500)]
+        check_same(frames, [b"%d" % number for number in range(500)])

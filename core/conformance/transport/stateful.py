@@ -10,7 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from tllm_core.conformance.case import case
 from tllm_core.conformance.faults import Detour, EngineProcess
-from tllm_core.conformance.transport.streams import check_free, expected
+from tllm_core.conformance.transport.streams import check_free, check_tokens
 from tllm_core.conformance.transport.subject import PATIENCE_S, TransportSubject
 from tllm_core.contracts.interfaces import Capability
 from tllm_core.contracts.messages import SamplingParams
@@ -166,7 +166,7 @@ class _Machine(RuleBasedStateMachine):
     @invariant()
     def received_is_a_prefix(self) -> None:
         for asked in self.asked:
-            assert asked.tokens == expected(asked.result.prompt_token_ids, len(asked.tokens))
+            check_tokens(asked.tokens, asked.result.prompt_token_ids)
 
     def _settle(self) -> None:
         """I1: everything ends, without any further doing."""
