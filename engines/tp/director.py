@@ -10,17 +10,14 @@ import torch
 
 from tllm_core.contracts.interfaces import EngineContext
 from tllm_core.engines.tp.batch import ScheduledBatch
+from tllm_core.engines.tp.comm.agree import REFUSALS, meeting
 from tllm_core.engines.tp.comm.connect import connect
 from tllm_core.engines.tp.devices import device_of
 from tllm_core.engines.tp.orders import Order, batch_of, order_of, order_to_execute, order_with_text, text_of
 from tllm_core.engines.tp.runner import Phase, Runner
 from tllm_core.engines.tp.spec import TpSettings
-from tllm_core.errors import ConfigError, ControlError, ModelError
 
 log = logging.getLogger(__name__)
-
-REFUSALS = (ConfigError, ModelError, ControlError)
-"""What all ranks raise where one does, see `together`; they still agree on what comes next."""
 
 
 def runner_of(context: EngineContext, settings: TpSettings) -> Runner:
@@ -33,7 +30,8 @@ def runner_of(context: EngineContext, settings: TpSettings) -> Runner:
 
 
 class Director(Runner):
-    """Rank 0 of several. What it raises beyond REFUSALS leaves the ranks at different places: the world has to end."""
+    """Rank 0 of several. What it raises beyond REFUSALS leaves the ranks at different places: `parted`, and all that is asked
+    of it from then on raises RuntimeError."""
 
     _in_order = False
     """Whether the others wait for an order, and nothing else."""
@@ -43,38 +41,35 @@ class Director(Runner):
         self._in_order = True
 
     def execute(self, batch: ScheduledBatch) -> torch.Tensor | None:
-        self._in_order = False
-        self.group.broadcast(order_to_execute(batch))
-        logits = super().execute(batch)
-        self._in_order = True
-        return logits
+        with self._told(order_to_execute(batch)), meeting(self.group):
+            return super().execute(batch)
 
     def clear(self, blocks: Sequence[int]) -> None:
-        with self._told(Order.CLEAR, blocks):
+        with self._told(order_of(Order.CLEAR, blocks)):
             super().clear(blocks)
 
     def renew_cache(self) -> None:
-        with self._told(Order.RENEW_CACHE):
+        with self._told(order_of(Order.RENEW_CACHE)):
             super().renew_cache()
 
     def sleep(self, level: int) -> None:
-        with self._told(Order.SLEEP, [level]):
+        with self._told(order_of(Order.SLEEP, [level])):
             super().sleep(level)
 
     def wakeup(self) -> None:
-        with self._told(Order.WAKEUP):
+        with self._told(order_of(Order.WAKEUP)):
             super().wakeup()
 
     def update(self, directory: Path) -> None:
-        with self._told(Order.UPDATE, str(directory)):
+        with self._told(order_with_text(Order.UPDATE, str(directory))):
             super().update(directory)
 
     def start_profile(self, directory: str) -> list[str]:
-        with self._told(Order.START_PROFILE, directory):
+        with self._told(order_with_text(Order.START_PROFILE, directory)):
             return super().start_profile(directory)
 
     def stop_profile(self) -> list[str]:
-        with self._told(Order.STOP_PROFILE):
+        with self._told(order_of(Order.STOP_PROFILE)):
             return super().stop_profile()
 
     def close(self) -> None:
@@ -88,14 +83,19 @@ class Director(Runner):
         super().close()
 
     @contextmanager
-    def _told(self, kind: Order, about: Sequence[int] | str = ()) -> Iterator[None]:
-        order = order_with_text(kind, about) if isinstance(about, str) else order_of(kind, about)
+    def _told(self, order: "array[int]") -> Iterator[None]:
+        """Around what all ranks do now."""
+        if self.parted is not None:
+            raise RuntimeError(f"the ranks have parted: {self.parted}") from self.parted
         self._in_order = False
-        self.group.broadcast(order)
         try:
+            self.group.broadcast(order)
             yield
         except REFUSALS:
             self._in_order = True
+            raise
+        except Exception as error:
+            self.parted = error
             raise
         self._in_order = True
 

@@ -128,6 +128,8 @@ class TpEngine(Engine):
     @torch.inference_mode()
     def step(self) -> Step:
         """Each running sequence gains a token; prompts get what is left of the step's token budget."""
+        if self._runner.parted is not None:
+            raise self._runner.parted  # a control call's, which answers its caller and ends no engine
         began = time.monotonic()
         outputs, generated = self._begin_compiled(), 0
         scheduled = None if self.paused else self._scheduler.schedule(began)

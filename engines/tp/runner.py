@@ -8,7 +8,7 @@ import torch
 from tllm_core.engines.tp.attention import AttentionBackend, AttentionMetadata, AttentionShape
 from tllm_core.engines.tp.batch import ScheduledBatch
 from tllm_core.engines.tp.comm import Alone, Group
-from tllm_core.engines.tp.comm.agree import least, texts, together
+from tllm_core.engines.tp.comm.agree import least, meeting, texts, together
 from tllm_core.engines.tp.config import ModelConfig, read_config
 from tllm_core.engines.tp.devices import device_of, usable_cores
 from tllm_core.engines.tp.graphs import DecodeGraphs
@@ -40,6 +40,8 @@ class Runner:
     directory: Path
     num_blocks: int
     max_seq_len: int
+    parted: Exception | None = None
+    """What left the ranks at different places: nothing can be computed any more, and the world has to end."""
 
     def __init__(self, settings: TpSettings, group: Group | None = None) -> None:
         """`group`: the ranks of this model, None = this one alone."""
@@ -119,7 +121,7 @@ class Runner:
         self._graphs = self._attention = None
         with together(self.group):
             self._allocate()
-        self._prepare()
+        self._prepare_anew()
 
     def sleep(self, level: int) -> None:
         """Frees the cache. Level 1 puts a GPU's weights aside in the host's memory, level 2 frees them everywhere."""
@@ -141,7 +143,11 @@ class Runner:
             if asleep:
                 self._allocate()
         if asleep:
-            self._prepare()
+            try:
+                self._prepare_anew()
+            except ConfigError:
+                self._attention = None
+                raise
 
     def update(self, directory: Path) -> None:
         """Weights of the same shapes from another directory; the old ones stay where that raises ConfigError or ModelError.
@@ -158,8 +164,12 @@ class Runner:
                 self._check_room(directory)
                 model = self._read(directory, self.device)
         if model is not None:
-            self._graphs, self._model = None, model
-            self._prepare()
+            old, self._graphs, self._model = self._model, None, model
+            try:
+                self._prepare_anew()
+            except ConfigError:
+                self._model = old  # whose steps are not recorded any more
+                raise
             give_back(self.device)
         self.directory = directory
 
@@ -246,6 +256,11 @@ class Runner:
                 f"no room for the KV cache: {self.num_blocks} blocks take {self.num_blocks * self._block_bytes >> 20} MiB, and"
                 f" {available_bytes(self.device) >> 20} MiB are free; set num_blocks lower, or leave it out"
             ) from error
+
+    def _prepare_anew(self) -> None:
+        """`_prepare` while the engine lives. With several ranks a failure is the death of the one that has it."""
+        with meeting(self.group):
+            self._prepare()
 
     @torch.inference_mode()
     def _prepare(self, progress: Callable[[float], None] = lambda done: None) -> None:

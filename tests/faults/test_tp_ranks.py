@@ -23,10 +23,15 @@ from tllm_core.contracts.interfaces import EngineSpec
 from tllm_core.engines.tp.engine import TpEngine
 from tllm_core.engines.tp.spec import TpSettings
 
+UNPREPARED = {3: (1, 1), 4: (1, 2), 5: (0, 2)}
+"""By `seed`: the rank that has no memory to prepare its kernels, and the time at which."""
+
 class Faulty(TpEngine):
-    """Fails in the fifth step that rank 1 follows, or in its load: see the setting `seed`."""
+    """Fails in the fifth step that rank 1 follows, or in its load, or where kernels are prepared: see the setting `seed`."""
 
     def start(self, context):
+        if self.settings.seed in UNPREPARED:
+            fail_to_prepare(context.rank, *UNPREPARED[self.settings.seed])
         if context.rank == 1 and self.settings.seed == 1:
             say, context.phase = context.phase, lambda name, done=None: os._exit(7) if done else say(name, done)
         return super().start(context)
@@ -45,6 +50,22 @@ class Faulty(TpEngine):
         if self.settings.seed == 2 and self.live:
             raise ArithmeticError("can't sample")
         return super().step()
+
+def fail_to_prepare(rank, victim, time):
+    import torch
+    from tllm_core.engines.tp import kernels, runner
+
+    class Unprepared(kernels.TorchKernels):
+        prepared = 0
+
+        def prepare(self, forward, *_):
+            """Ranks meet here, as in any computation."""
+            self.prepared += 1
+            if (rank, self.prepared) == (victim, time):
+                raise torch.OutOfMemoryError("no memory is left")
+            forward.__self__._group.all_reduce(torch.ones(1))
+
+    runner.choose = lambda *_: Unprepared()
 
 def ranks(settings):
     return settings.tensor_parallel_size
@@ -139,4 +160,27 @@ def test_a_rank_that_exits_while_it_loads_ends_the_start(
 ) -> None:
     with pytest.raises(EngineStartError, match="engine rank 1 exited with code 7"):
         start(spawned_ipc, tiny, 2, faulty, seed=1)
+    trace.until_gone()
+
+
+@pytest.mark.parametrize(("seed", "rank", "method"), [(4, 1, "wakeup"), (5, 0, "reset_caches")])
+def test_a_rank_that_can_t_prepare_its_kernels_anew_is_the_cause(
+    spawned_ipc: Worlds, tiny: Path, faulty: str, trace: Trace, seed: int, rank: int, method: str
+) -> None:
+    """The others wait for it in the middle of what all compute: no answer to a control call could set that right."""
+    executor = start(spawned_ipc, tiny, 2, faulty, seed=seed)
+    if method == "wakeup":
+        executor.control("sleep", 1)
+    with pytest.raises(EngineDeadError, match="RuntimeError: no room to prepare steps of 64 sequences") as caught:
+        executor.control(method, timeout=DEADLINE_S)
+    assert caught.value.root_cause.rank == rank
+    assert "no memory is left" in (caught.value.root_cause.traceback or "")
+    trace.until_gone()
+
+
+def test_a_rank_that_can_t_prepare_its_kernels_ends_the_start(
+    spawned_ipc: Worlds, tiny: Path, faulty: str, trace: Trace
+) -> None:
+    with pytest.raises(EngineStartError, match="no room to prepare steps of 64 sequences"):
+        start(spawned_ipc, tiny, 2, faulty, seed=3)
     trace.until_gone()

@@ -21,7 +21,7 @@ from tllm_core.engines.tp.batch import ScheduledBatch
 from tllm_core.engines.tp.kernels import FlashInferKernels, choose
 from tllm_core.engines.tp.runner import Runner
 from tllm_core.engines.tp.spec import TpSettings
-from tllm_core.errors import ConfigError
+from tllm_core.errors import ConfigError, ControlError
 
 ROUNDING = 0.25
 """Of log-probabilities, where bfloat16 is rounded in another order: logits of about 8 are a sixteenth apart."""
@@ -229,6 +229,29 @@ def test_graphs_are_recorded_anew_for_new_weights_and_after_sleep(narrow_dir: Pa
     assert awake == first
     assert [g.token_ids for g in updated] == [g.token_ids for g in fresh]
     assert updated != first
+
+
+def test_where_no_room_is_left_to_record_steps_the_engine_stays_as_it_was(
+    narrow_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other, requests = save_model(tmp_path, seed=1), prompts(3, seed=2, longest=10)
+
+    def fail(*_: object) -> None:
+        raise torch.OutOfMemoryError("no memory is left")
+
+    with engine_on(narrow_dir, FlashInferStandIn(VERSIONS[-1]), Tape(), max_num_seqs=3) as engine:
+        first = [g.token_ids for g in generate(engine, requests)]
+        with monkeypatch.context() as patch:
+            patch.setattr(FlashInferKernels, "prepare", fail)
+            with pytest.raises(ControlError, match="no room to prepare steps of 3 sequences"):
+                engine.control("update_weights", [str(other)], None)
+            assert [g.token_ids for g in generate(engine, requests)] == first
+            engine.control("sleep", [1], None)
+            for _ in range(2):
+                with pytest.raises(ControlError, match="no room to prepare steps of 3 sequences"):
+                    engine.control("wakeup", [], None)
+        engine.control("wakeup", [], None)
+        assert [g.token_ids for g in generate(engine, requests)] == first
 
 
 def test_batch_invariant_every_request_gets_the_tokens_that_it_gets_alone(

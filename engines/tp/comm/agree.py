@@ -9,6 +9,9 @@ import torch
 from tllm_core.engines.tp.comm import Group
 from tllm_core.errors import ConfigError, ControlError, ModelError
 
+REFUSALS = (ConfigError, ModelError, ControlError)
+"""What all ranks raise where one does, see `together`; they still agree on what comes next."""
+
 _TEXT_BYTES = 2048
 
 
@@ -36,12 +39,12 @@ def texts(group: Group, text: str) -> list[str]:
 
 @contextmanager
 def together(group: Group) -> Iterator[None]:
-    """Ends only when all ranks have done what is inside. Where ConfigError, ModelError or ControlError ended it on any, it
+    """Ends only when all ranks have done what is inside, in which they must not meet. Where one of REFUSALS ended it on any, it
     raises on all of them: their own, or one that names the first rank that had one. Anything else is that rank's death."""
     own: Exception | None = None
     try:
         yield
-    except (ConfigError, ModelError, ControlError) as error:
+    except REFUSALS as error:
         own = error
     if group.size > 1:
         failed = next(((rank, text) for rank, text in enumerate(texts(group, _words(own))) if text), None)
@@ -51,6 +54,18 @@ def together(group: Group) -> Iterator[None]:
             own = ConfigError(bytes(verdict.tolist()).decode(errors="ignore"))
     if own is not None:
         raise own
+
+
+@contextmanager
+def meeting(group: Group) -> Iterator[None]:
+    """For what ranks compute together: a rank that fails leaves the others waiting for it, and nothing can be agreed on. With
+    several, one of REFUSALS is raised as a RuntimeError with its words: that rank's death, as in any step."""
+    try:
+        yield
+    except REFUSALS as error:
+        if group.size == 1:
+            raise
+        raise RuntimeError(_words(error)) from error
 
 
 def _words(error: Exception | None) -> str:
