@@ -17,6 +17,8 @@ class SamplingParams(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     n: sequences per prompt. max_tokens: new tokens per sequence at most; None = what fits. min_tokens: no stop before.
     temperature: 0 = greedy. top_k: 0 = off. top_p, min_p: in [0, 1]. repetition_penalty: > 0, 1 = off.
     presence_penalty, frequency_penalty: in [-2, 2]. seed: None = drawn anew. stop: strings (LLM only).
+    include_stop_str_in_output: what ends a sequence, a stop string, one of stop_token_ids or the model's own end, is part of
+    its text, tokens and logprobs; else it is in none of them.
     logprobs, prompt_logprobs: None = off, 0 = the sampled token's alone, k = the top k besides.
     logit_bias: (token id, what is added to its logit, in [-100, 100]) pairs, or a mapping of them. allowed_token_ids: no
     others may come; None = all. bad_words: texts that may not come (LLM only). bad_token_sequences: runs of token ids

@@ -161,8 +161,13 @@ class LLM:
         runs = params.bad_token_sequences
         if params.bad_words:
             runs += token_sequences(self.tokenizer, params.bad_words)
+        # An engine that knows nothing of it need not, where it is about nothing but strings.
+        ignorant = "include_stop_str_in_output" not in self.executor.info.supports
+        included = params.include_stop_str_in_output
+        if ignorant and params.stop and not params.stop_token_ids:
+            included = False
         return msgspec.structs.replace(
-            params, stop=(), include_stop_str_in_output=False, bad_words=(), bad_token_sequences=runs
+            params, stop=(), include_stop_str_in_output=included, bad_words=(), bad_token_sequences=runs
         )
 
     # ---------------------------------------------------------------------------------------------------- generate

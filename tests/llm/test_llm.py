@@ -116,6 +116,15 @@ def test_generate_ends_each_prompt_at_its_own_stop_string(llm: LLM, tokenizer: T
     assert llm.executor.health().in_flight == 0
 
 
+def test_an_engine_that_can_t_include_a_stop_token_is_not_asked_in_vain(llm: LLM) -> None:
+    """Where it is about stop strings alone the engine need not know of it; else ignoring it would be a wrong answer."""
+    for stops in ({"stop_token_ids": (5,)}, {"stop_token_ids": (5,), "stop": ("x",)}, {}):
+        with pytest.raises(RequestError, match="does not support include_stop_str_in_output") as caught:
+            llm.generate("fox", SamplingParams(max_tokens=8, include_stop_str_in_output=True, **stops))
+        assert caught.value.field == "include_stop_str_in_output"
+    llm.generate("fox", SamplingParams(max_tokens=8, include_stop_str_in_output=True, stop=("x",)))
+
+
 def test_min_tokens_reaches_engine_and_text(llm: LLM, tokenizer: Tokenizer) -> None:
     first = answer(tokenizer, "fox", 1)
     one = llm.generate("fox", SamplingParams(stop=(first,), min_tokens=1, max_tokens=2)).outputs[0]
