@@ -9,7 +9,6 @@ import argparse
 import asyncio
 import contextlib
 import json
-import os
 import platform
 from collections.abc import Callable, Iterator, Sequence
 from importlib.metadata import PackageNotFoundError, version
@@ -22,7 +21,7 @@ from tllm_core.errors import ConfigError
 from tllm_core.executor import GenerationExecutor
 from tllm_core.plugins.bench.contenders import Contender, add_transport_arguments, contenders, names_of
 from tllm_core.plugins.bench.limits import Raw, async_wakes_per_s, raw, sync_wakes_per_s
-from tllm_core.plugins.bench.report import median, percentiles_us, table
+from tllm_core.plugins.bench.report import median, percentiles_us, table, usable_cores
 from tllm_core.plugins.bench.streams import AsyncConsumers, Consumers, Delivery, Latency, SyncConsumers, Workload
 
 LATENCY_REQUESTS = 300
@@ -183,7 +182,7 @@ def _setup(arguments: argparse.Namespace, loop: str | None) -> dict[str, Any]:
         "consumers": arguments.consumers,
         "loop": loop,
         "repeat": arguments.repeat,
-        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "cores": usable_cores(),
         "python": platform.python_version(),
         "versions": {name: _version(name) for name in VERSIONS},
     }

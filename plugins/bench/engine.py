@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from msgspec import Struct, field
 
 from tllm_core.errors import ConfigError
+from tllm_core.plugins.bench.report import usable_cores
 from tllm_core.registry import Registry, load_object
 
 PREFILL_TOKENS = 512
@@ -52,18 +53,27 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", default="cpu", help="cpu, cuda, or as torch writes it")
     parser.add_argument("--attention", default="auto", choices=("auto", "torch", "flashinfer"), help="of the tp engine")
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
-    parser.add_argument("--batch", default="1,8,16", help="sequences that decode at once, comma separated")
+    parser.add_argument(
+        "--batch", default=None, help="sequences that decode at once, comma separated: 1,8,16; under pressure one: 8"
+    )
     parser.add_argument("--prompt-tokens", type=int, default=64)
     parser.add_argument("--new-tokens", type=int, default=64)
     parser.add_argument("--threads", type=int, default=None, help="CPU threads of torch; all cores by default")
-    parser.add_argument("--rounds", type=int, default=3, help="the best of so many is reported")
+    parser.add_argument("--rounds", type=int, default=3, help="the best of so many is reported, under pressure medians")
     parser.add_argument("--compare", choices=("transformers",), default=None)
+    parser.add_argument(
+        "--under-pressure",
+        action="store_true",
+        help="measure instead what running streams notice of long prompts, slow and broken requests, the prefix cache, and ranks",
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Measures and prints; returns the exit code. Raises ConfigError for options or a model that can't be used."""
     plan = _plan(arguments)
+    if arguments.under_pressure:
+        return _run_under_pressure(plan, arguments.json)
     cases = measure(plan)
     if arguments.json:
         print(json.dumps({"plan": _plain(plan), "cases": [_report(case) for case in cases]}, indent=2))
@@ -102,9 +112,31 @@ def measure(plan: Plan) -> list[Case]:
     return [*decode, prefill]
 
 
+def _run_under_pressure(plan: Plan, as_json: bool) -> int:
+    from tllm_core.plugins.bench import engine_pressure, engine_pressure_report
+
+    (streams,) = plan.batches
+    pressure = engine_pressure.Plan(
+        model=plan.model,
+        dtype=plan.dtype,
+        device=plan.device,
+        attention=plan.attention,
+        threads=plan.threads or usable_cores(),
+        streams=streams,
+        prompt_tokens=plan.prompt_tokens,
+        new_tokens=plan.new_tokens,
+        rounds=plan.rounds,
+        say=_say,
+    )
+    told = engine_pressure_report.report(pressure, engine_pressure.measure(pressure))
+    print(json.dumps(told, indent=2) if as_json else "\n".join(engine_pressure_report.table(told)))
+    return 0
+
+
 def _plan(arguments: argparse.Namespace) -> Plan:
     try:
-        batches = tuple(int(part) for part in arguments.batch.split(","))
+        typed = arguments.batch or ("8" if arguments.under_pressure else "1,8,16")
+        batches = tuple(int(part) for part in typed.split(","))
     except ValueError:
         raise ConfigError(f"--batch must be numbers separated by commas, not {arguments.batch!r}") from None
     least = min(*batches, arguments.prompt_tokens, arguments.rounds, arguments.threads or 1)
@@ -112,6 +144,8 @@ def _plan(arguments: argparse.Namespace) -> Plan:
         raise ConfigError(
             "--batch, --prompt-tokens, --rounds and --threads must be at least 1, --new-tokens at least 4"
         )
+    if arguments.under_pressure and (len(batches) > 1 or arguments.compare):
+        raise ConfigError("--under-pressure takes one number as --batch, and no --compare")
     return Plan(
         model=arguments.model,
         dtype=arguments.dtype,

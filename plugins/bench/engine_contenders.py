@@ -1,6 +1,5 @@
 """What `tllm bench engine` measures: the tp engine and transformers' two ways to generate. Their limits: engine_limits.py."""
 
-import random
 import time
 from abc import ABC, abstractmethod
 from collections import defaultdict
@@ -11,6 +10,7 @@ import torch
 from tllm_core.contracts.interfaces import Engine, EngineContext
 from tllm_core.contracts.messages import EngineRequest, SamplingParams, TokenIds
 from tllm_core.errors import ConfigError
+from tllm_core.plugins.bench.engine_streams import Prompts, shared_window
 from tllm_core.registry import Registry, load_object
 
 _PAGE = 16
@@ -28,23 +28,6 @@ class Contender(ABC):
     @abstractmethod
     def prefill(self, tokens: int) -> float:
         """From one prompt to its first token."""
-
-
-class Prompts:
-    """Random token ids, never the same prompt twice."""
-
-    def __init__(self, vocab_size: int, seed: int) -> None:
-        self._random, self._vocab_size = random.Random(seed), vocab_size
-
-    def take(self, count: int, length: int) -> list[list[int]]:
-        return [[self._random.randrange(self._vocab_size) for _ in range(length)] for _ in range(count)]
-
-
-def shared_window(times: list[list[float]]) -> float:
-    """Tokens per second while every sequence is decoding: from the last first token to the first last one."""
-    start, end = max(t[0] for t in times), min(t[-1] for t in times)
-    tokens = sum(sum(start < moment <= end for moment in t) for t in times)
-    return tokens / (end - start) if end > start else 0.0
 
 
 def synchronize(device: torch.device) -> None:

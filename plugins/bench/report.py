@@ -1,11 +1,17 @@
 """Statistics, and the tables for people."""
 
+import os
 import statistics
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, TypeAlias
 
 Row: TypeAlias = tuple[str, list[str]]
 """What it is, and a cell for each transport."""
+
+
+def usable_cores() -> int:
+    """How many this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def median(values: Iterable[float]) -> float:

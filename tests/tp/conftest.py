@@ -35,9 +35,15 @@ def save_tiny_llama(directory: Path, **sizes: int) -> Path:
 
 @pytest.fixture(scope="module")
 def text_model_dir(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The same model with a byte-level tokenizer of its size, whose last token is its end."""
+    """The same model with a tokenizer."""
     directory = tmp_path_factory.mktemp("text") / "model"
     shutil.copytree(model_dir, directory)
+    save_tokenizer(directory)
+    return directory
+
+
+def save_tokenizer(directory: Path) -> None:
+    """A byte-level one of VOCAB tokens, of which the third ends a text."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -50,4 +56,3 @@ def text_model_dir(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) ->
     tokenizer.train_from_iterator(['{"name": "yes", "count": 12, "true": false, "no": [maybe]} '] * 9, trainer)
     tokenizer.enable_truncation(4)  # some are saved so, and grammars must not care
     tokenizer.save(str(directory / "tokenizer.json"))
-    return directory
