@@ -85,7 +85,7 @@ class Sender:
             return None
         if self._resend_at is not None and now >= self._resend_at:
             return self._frames[self.acked + 1]
-        return self._frames[self.cursor] if self._has_window() else None
+        return self._frames[self.cursor] if self.cursor <= self.last and self._has_window() else None
 
     def handed(self, frame: Outgoing, now: float) -> None:
         """The port took `frame`, which `due` had returned."""
@@ -127,13 +127,12 @@ class Sender:
 
     def next_at(self) -> float | None:
         """When `due` has to be asked again, if nothing else happens before."""
-        if self._has_window():
+        if self.cursor <= self.last and self._has_window():
             return self.retry_at
         return self._resend_at
 
     def _has_window(self) -> bool:
-        if self.cursor > self.last:
-            return False
+        """Whether the frame at the cursor, if there is one, may be in flight too."""
         flight = self.cursor - self.acked - 1
         if flight == 0:
             return True
@@ -258,14 +257,16 @@ class Lane:
     @property
     def is_quiet(self) -> bool:
         """Nothing to send, to resend or to acknowledge."""
-        return self.sender.is_idle and self.receiver.next_at() is None and self.receiver.ack == self.receiver.taken
+        sender, receiver = self.sender, self.receiver
+        return sender.acked == sender.last and receiver.ack == receiver.taken and receiver.next_at() is None
 
     def next_at(self) -> float | None:
         """When something is due, if nothing arrives before; long past = now."""
-        at, ack_at = self.sender.next_at(), self.receiver.next_at()
+        sender = self.sender
+        at, ack_at = None if sender.acked == sender.last else sender.next_at(), self.receiver.next_at()
         if at is None or (ack_at is not None and ack_at < at):
             at = ack_at
-        return None if at is None else max(at, self.sender.retry_at)
+        return None if at is None else max(at, sender.retry_at)
 
     def path_changed(self) -> None:
         """The port reconnected: whatever was on its way, in either direction, may be lost."""

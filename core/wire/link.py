@@ -119,7 +119,7 @@ class FrontendLink(Pump):
         """
         if self._early:
             early, self._early = self._early, []
-            return self._deliver(early)
+            return self._deliver(early, self._clock())
         self._open_session()
         return self._wait(timeout, self._take)
 
@@ -138,17 +138,17 @@ class FrontendLink(Pump):
         self._closed = True
         self._port.close()
 
-    def _take(self, frames: Sequence[Frame]) -> list[DownMessage]:
+    def _take(self, frames: Sequence[Frame], now: float) -> list[DownMessage]:
         if not frames:
             return []
-        messages = self._deliver(self._sessions.read(frames))
+        messages = self._deliver(self._sessions.read(frames), now)
         if not messages:
             self._open_session()
         return messages
 
-    def _deliver(self, arrivals: list[Arrival]) -> list[DownMessage]:
+    def _deliver(self, arrivals: list[Arrival], now: float) -> list[DownMessage]:
         with self._lock:
-            admitted = self._sessions.admit(arrivals, self._clock())
+            admitted = self._sessions.admit(arrivals, now)
         return self._sessions.decode(admitted)
 
     def _prepare(self, now: float) -> float | None:
@@ -288,8 +288,9 @@ class EngineLink(Pump):
         self._closed = True
         deadline = self._clock() + flush_s
         try:
-            while not self._sessions.is_idle and self._clock() < deadline:
-                self._take(self._receive(self._clock(), deadline))
+            while not self._sessions.is_idle and (now := self._clock()) < deadline:
+                frames = self._receive(now, deadline)
+                self._take(frames, self._clock())
         except PortClosed:
             pass
         finally:
@@ -305,11 +306,12 @@ class EngineLink(Pump):
             reply = ControlReply(message.call_id, error=f"the reply can't cross a process boundary: {error}")
             return self._terms.snapshot(reply)
 
-    def _take(self, frames: Sequence[Frame]) -> list[tuple[int, UpMessage]]:
+    def _take(self, frames: Sequence[Frame], now: float) -> list[tuple[int, UpMessage]]:
+        sessions = self._sessions
         with self._lock:
-            now = self._clock()
-            messages = self._sessions.take(frames, now) if frames else []
-            messages += self._sessions.tend(now, self._port.path_ok_at())
+            messages = sessions.take(frames, now) if frames else []
+            if sessions.tend_at is not None and now >= sessions.tend_at:
+                messages += sessions.tend(now, self._port.path_ok_at())
         return messages
 
     def _prepare(self, now: float) -> float | None:

@@ -41,14 +41,14 @@ class Pump:
         """With the lock: the port reconnected."""
         raise NotImplementedError
 
-    def _wait(self, timeout: float | None, take: Callable[[Sequence[Frame]], list[T]]) -> list[T]:
+    def _wait(self, timeout: float | None, take: Callable[[Sequence[Frame], float], list[T]]) -> list[T]:
         """What `take` makes of arriving frames, at least one item; [] on timeout or `wake`."""
         now = self._clock()
         until = FOREVER if timeout is None else now + timeout
         while True:
             frames = self._receive(now, until)
             now = self._clock()
-            items = take(frames)
+            items = take(frames, now)
             if items or now >= until or self._woken:
                 self._woken = False
                 return items

@@ -109,7 +109,7 @@ class Session:
     def pump(self, now: float) -> None:
         """Hands the port all that is due: new frames, resent ones, acknowledgements, beats."""
         sender = self.lane.sender
-        while (frame := sender.due(now)) is not None:
+        while sender.acked != sender.last and (frame := sender.due(now)) is not None:
             if not self._put(now, frame.kind, frame.payload, frame.sequence, frame.flags):
                 return
             sender.handed(frame, now)

@@ -79,7 +79,7 @@ class EngineSessions:
         self.table = self._table.open
         self._leaving: list[Attached] = []
         self._active: dict[int, Attached] = {}
-        self._check_at: float | None = None
+        self.tend_at: float | None = None
         self._late_since, self._late = float("-inf"), 0
         self._last_words: Snapshot | None = None
 
@@ -116,7 +116,7 @@ class EngineSessions:
     def tend(self, now: float, path_ok_at: float) -> list[tuple[int, UpMessage]]:
         """Ends what has been half-open or silent for too long; call it after the port was drained."""
         ended: list[tuple[int, UpMessage]] = []
-        if self._check_at is not None and now < self._check_at:
+        if self.tend_at is None or now < self.tend_at:
             return ended
         for number, attached in list(self._table.half_open.items()):
             if now - attached.opened_at > self.terms.settings.half_open_s:
@@ -130,7 +130,7 @@ class EngineSessions:
             self.counters["path_lost"] += 1
             for number in list(self.table):
                 ended += self._leave(number, f"the engine has had no path for {down_s:.1f} s", now)
-        self._check_at = now + self._check_every_s() if self.table else None
+        self.tend_at = now + self._check_every_s() if self.table else None
         return ended
 
     def _objection(self, attached: Attached, now: float, path_ok_at: float) -> str | None:
@@ -188,7 +188,7 @@ class EngineSessions:
     def _pump(self, attached: Attached, now: float) -> None:
         attached.session.pump(now)
         if attached.session.broken is not None:
-            self._check_at = now
+            self.tend_at = now
 
     def path_changed(self) -> None:
         """The port reconnected: whatever was on its way may be lost."""
@@ -198,7 +198,7 @@ class EngineSessions:
 
     def next_at(self) -> float | None:
         """When `pump` and `tend` have to be called again, if nothing happens before."""
-        at = self._check_at
+        at = self.tend_at
         for attached in self._active.values():
             due = attached.session.next_at()
             if due is not None and (at is None or due < at):
@@ -266,7 +266,7 @@ class EngineSessions:
         self._table.add(attached)
         if self._last_words is not None:
             self.offer(number, self._last_words)
-        self._check_at = now if self._check_at is None else self._check_at
+        self.tend_at = now if self.tend_at is None else self.tend_at
         return attached
 
     def _refuse(self, hello: Hello, reason: str) -> None:

@@ -160,7 +160,7 @@ class Simulation:
             self.timeline.at(self.dice.uniform(0.0, active), self._fault)
 
     def _run_until(self, limit: float) -> None:
-        self.timeline.run(limit, self._check)
+        self.timeline.run(limit, self.touched, self._check)
         if self.timeline.steps > MAX_STEPS:
             raise Violation("I10", f"{self.timeline.steps} steps and no end")
 
@@ -171,11 +171,10 @@ class Simulation:
         self.nested -= 1
 
     def _check(self) -> None:
-        touched, check = self.touched, invariants.check
-        if touched:
-            for process in touched:
-                check(self, process)
-            touched.clear()
+        check = invariants.check
+        for process in self.touched:
+            check(self, process)
+        self.touched.clear()
 
     # -------------------------------------------------------------------------------------------------- what happens
 
@@ -271,6 +270,21 @@ class UnstartedThread:
         return False
 
 
+class Flag:
+    """An event for which no simulated thread waits."""
+
+    __slots__ = ("_set",)
+
+    def __init__(self) -> None:
+        self._set = False
+
+    def set(self) -> None:
+        self._set = True
+
+    def is_set(self) -> bool:
+        return self._set
+
+
 @contextmanager
 def virtual(timeline: Timeline) -> Iterator[None]:
     """`core/frontend.py` reads the clock and makes its threads by itself."""
@@ -278,7 +292,7 @@ def virtual(timeline: Timeline) -> Iterator[None]:
     real = module.time, module.threading
     module.time = SimpleNamespace(monotonic=timeline.clock)
     module.threading = SimpleNamespace(
-        Thread=UnstartedThread, Lock=threading.Lock, Event=threading.Event, current_thread=threading.current_thread
+        Thread=UnstartedThread, Lock=threading.Lock, Event=Flag, current_thread=threading.current_thread
     )
     try:
         yield

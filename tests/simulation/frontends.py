@@ -86,7 +86,7 @@ class SimFrontend(Frontend):
         first = self.ledger.closed is None
         if first and not isinstance(error, ExecutorClosedError) and self.link._sessions.lost is None:
             at, port = self.verdict_at, self.process.port
-            if at is not None and any(arrived <= at for arrived in port.arrived_at) and not port.closed:
+            if at is not None and port.oldest_at <= at and not port.closed:
                 raise Violation("I4", f"{self.process.name} was swept over frames that had arrived before the verdict")
         self.sim.trace("%s: swept: %r", self.process.name, error)
         effects = self._sweep(error)
@@ -201,7 +201,9 @@ class FrontendProcess(Process):
 
     @property
     def is_well(self) -> bool:
-        return self.runs and all(port.broken_at is None for port in self.ports)
+        if not self.alive or self.frozen_at is not None or self.port.broken_at is not None:
+            return False
+        return self.watch_port is None or self.watch_port.broken_at is None
 
     def freeze(self) -> None:
         super().freeze()

@@ -64,7 +64,7 @@ def inject(sim: Simulation) -> None:
     if not history or not links:
         return
     for _ in range(8):
-        frame = sim.dice.choice(history)[1]
+        frame = sim.dice.choice(history)
         name, link = sim.dice.choice(links)
         if not sim.settings.by_reference and sim.chance(0.3):
             hand_over(sim, name, link, corrupted(frame, sim.network.rng), "corrupt")

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 from tllm_core.contracts.messages import FINISH_REASONS
 from tllm_core.errors import (
@@ -22,6 +21,7 @@ from .frontends import FrontendProcess
 from .tickets import Ticket
 from .timeline import NEVER, Process
 from .violation import Violation
+from .watching import WatcherProcess
 
 if TYPE_CHECKING:
     from .composition import Simulation
@@ -35,20 +35,16 @@ OWN_HOST_S = 0.1
 PATIENT = frozenset({"submit", "control"})
 FINISHED = frozenset(reason for reason in FINISH_REASONS if reason in ("length", "stop"))
 
-T = TypeVar("T", bound=Process)
-Check = Callable[["Simulation", T], None]
-
 
 # ------------------------------------------------------------------------------------------------ after every step
 
 
 def one_outcome(sim: Simulation, process: FrontendProcess) -> None:
     """I1: no outcome is replaced. I3: nothing is added after it. I5, I11: it is a true one."""
-    still_open = []
+    has_ended = False
     for ticket in process.open_tickets:
         outcome = ticket.box.outcome
         if outcome is None:
-            still_open.append(ticket)
             if ticket.lost_at is not None and process.runs:
                 waited = sim.timeline.now - max(ticket.lost_at, process.well_since)
                 if waited > ORPHANED_S:
@@ -57,7 +53,9 @@ def one_outcome(sim: Simulation, process: FrontendProcess) -> None:
             ticket.outcome, ticket.rows_left = outcome, len(ticket.box.rows)
             true_outcome(sim, process, ticket, outcome)
             process.ended.append(ticket)
-    process.open_tickets[:] = still_open
+            has_ended = True
+    if has_ended:
+        process.open_tickets[:] = [ticket for ticket in process.open_tickets if ticket.outcome is None]
     for ticket in process.ended:
         if ticket.box.outcome is not ticket.outcome:
             raise Violation("I1", f"request {ticket.number} had {ticket.outcome} and now has {ticket.box.outcome}")
@@ -91,9 +89,10 @@ def true_outcome(sim: Simulation, process: FrontendProcess, ticket: Ticket, outc
 def dead_means_empty(sim: Simulation, process: FrontendProcess) -> None:
     """I4: nothing is pending once the generation is known dead, and a verdict is carried out at once."""
     frontend = process.frontend
-    if frontend.was_swept and frontend.ledger.closed is None:
+    closed = frontend.ledger.closed
+    if frontend.was_swept and closed is None:
         raise Violation("I4", f"{process.name} was swept and takes requests again")
-    if frontend.ledger.closed is not None:
+    if closed is not None:
         if len(frontend.ledger):
             raise Violation("I4", f"{process.name} was swept and has {len(frontend.ledger)} pending")
     elif frontend.verdict_at is not None and process.runs:
@@ -104,11 +103,9 @@ def dead_means_empty(sim: Simulation, process: FrontendProcess) -> None:
 
 def noticed_in_time(sim: Simulation, process: FrontendProcess) -> None:
     """I12: a death or freeze is known within its bound, by whoever was awake and had a path all the time."""
-    frontend, engine = process.frontend, process.engine
-    if frontend.verdict_at is not None or process.left:
-        return
+    engine = process.engine
     broken_since = engine_broken_since(engine)
-    if broken_since is None or not process.is_well:
+    if broken_since is None:
         return
     bound = sim.settings.liveness.dead_after_s + SLACK_S
     since = max(broken_since, process.well_since)
@@ -127,8 +124,7 @@ def noticed_in_time(sim: Simulation, process: FrontendProcess) -> None:
 
 def outage_told_in_time(sim: Simulation, process: FrontendProcess) -> None:
     """I1, I11: who has no path for long is told so, and waits no more."""
-    frontend = process.frontend
-    if frontend.verdict_at is None and not process.left and process.runs and not process.is_well:
+    if process.runs:
         down_s = max(port.down_s(process.awake_since) for port in process.ports if port.broken_at is not None)
         if down_s > sim.settings.liveness.broker_down_after_s + SLACK_S:
             raise Violation("I11", f"{process.name} has had no path for {down_s:.2f} s, and nobody was told")
@@ -139,29 +135,38 @@ def engine_broken_since(engine: EngineProcess) -> float | None:
     watcher = engine.watcher
     if not engine.alive or not watcher.alive:
         return None if engine.clean else engine.broken_since
-    frozen_at = min(NEVER if part.frozen_at is None else part.frozen_at for part in (engine, watcher, *engine.ranks))
-    dead = any(not follower.alive for follower in engine.ranks)
-    if engine.leaving or (frozen_at == NEVER and not dead):
+    if engine.leaving:
         return None
-    return engine.broken_since if dead else frozen_at
+    frozen_at = NEVER
+    for part in (engine, watcher, *engine.ranks):
+        if not part.alive:
+            return engine.broken_since
+        if part.frozen_at is not None and part.frozen_at < frozen_at:
+            frozen_at = part.frozen_at
+    return None if frozen_at == NEVER else frozen_at
 
 
-def lane_is_bounded(sim: Simulation, process: Process) -> None:
-    """I10: windows, backlogs, parked rows and half-open attaches."""
-    if isinstance(process, FrontendProcess):
-        session = process.link._session
-        if session is not None:
-            sender = session.lane.sender
-            sender_is_bounded(process.name, sender)
-            if sender.sent < sender.last and process.link.lane is not None:
-                lane = process.link.lane
-                waiting = lane.up[bisect_right(lane.up_ends, sender.sent) :]
-                backlog_is_bounded(sim, process.name, sum(name in PATIENT for name, _ in waiting))
+def lane_is_bounded(sim: Simulation, process: FrontendProcess) -> None:
+    """I10: window and backlog."""
+    session = process.link._session
+    if session is None:
         return
+    sender = session.lane.sender
+    if sender.sent > sender.acked + 1:
+        window_is_bounded(process.name, sender)
+    if sender.sent < sender.last and process.link.lane is not None:
+        lane = process.link.lane
+        waiting = lane.up[bisect_right(lane.up_ends, sender.sent) :]
+        backlog_is_bounded(sim, process.name, sum(name in PATIENT for name, _ in waiting))
+
+
+def lanes_are_bounded(sim: Simulation, process: EngineProcess | WatcherProcess) -> None:
+    """I10: windows, backlogs, parked rows and half-open attaches."""
     sessions, settings = process.link._sessions, sim.settings
     for number, attached in sessions.table.items():
         sender = attached.session.lane.sender
-        sender_is_bounded(process.name, sender)
+        if sender.sent > sender.acked + 1:
+            window_is_bounded(process.name, sender)
         if sender.sent < sender.last:
             lane = sim.lanes[number]
             waiting = lane.down[bisect_right(lane.down_ends, sender.sent) :]
@@ -185,15 +190,14 @@ def sessions_end_without_a_path(sim: Simulation, engine: EngineProcess) -> None:
         raise Violation("I8", f"{engine.name} has had no path for {down_s:.2f} s and keeps its sessions")
 
 
-def sender_is_bounded(name: str, sender: object) -> None:
-    count = sender.sent - sender.acked
-    if count > 1:
-        wire = sender.settings
-        if count > wire.window_frames:
-            raise Violation("I10", f"{name} has {count} frames in flight of {wire.window_frames}")
-        flight = sum(sender._frames[at].size for at in range(sender.acked + 1, sender.sent + 1))
-        if flight > wire.window_bytes:
-            raise Violation("I10", f"{name} has {flight} bytes in flight of {wire.window_bytes}")
+def window_is_bounded(name: str, sender: object) -> None:
+    """A single frame may be larger than the window."""
+    wire, count = sender.settings, sender.sent - sender.acked
+    if count > wire.window_frames:
+        raise Violation("I10", f"{name} has {count} frames in flight of {wire.window_frames}")
+    flight = sum(sender._frames[at].size for at in range(sender.acked + 1, sender.sent + 1))
+    if flight > wire.window_bytes:
+        raise Violation("I10", f"{name} has {flight} bytes in flight of {wire.window_bytes}")
 
 
 def backlog_is_bounded(sim: Simulation, name: str, waiting: int) -> None:
@@ -202,22 +206,20 @@ def backlog_is_bounded(sim: Simulation, name: str, waiting: int) -> None:
         raise Violation("I10", f"{name} has a backlog of {waiting} of {sim.settings.wire.backlog_frames}")
 
 
-EACH_STEP: tuple[Check[FrontendProcess], ...] = (
-    dead_means_empty,
-    one_outcome,
-    noticed_in_time,
-    outage_told_in_time,
-    lane_is_bounded,
-)
-
-
 def check(sim: Simulation, process: Process) -> None:
     """All that has to hold after a step in which the process took part."""
-    if isinstance(process, FrontendProcess):
-        if process.frontend is not None and process.alive:
-            for promise in EACH_STEP:
-                promise(sim, process)
-    elif process.alive:
+    if not process.alive:
+        return
+    if not isinstance(process, FrontendProcess):
+        lanes_are_bounded(sim, process)
+    elif process.frontend is not None:
+        dead_means_empty(sim, process)
+        one_outcome(sim, process)
+        if process.frontend.verdict_at is None and not process.left:
+            if process.is_well:
+                noticed_in_time(sim, process)
+            else:
+                outage_told_in_time(sim, process)
         lane_is_bounded(sim, process)
 
 
@@ -283,14 +285,17 @@ def judge_verdict(process: FrontendProcess, error: TllmError) -> None:
 
 def all_mended(sim: Simulation) -> None:
     """Nothing is frozen or cut any more."""
-    watchers = [engine.watcher for engine in sim.engines]
-    stuck = [engine.name for engine in sim.engines if engine.alive and sim.timeline.now < engine.stuck_until]
-    frozen = [p.name for p in (*sim.frontends, *sim.engines, *watchers) if p.alive and p.frozen_at is not None]
-    cut = [process.name for process in sim.frontends if process.alive and not process.is_well]
-    cut += [p.name for p in (*sim.engines, *watchers) if p.alive and p.port.broken_at is not None]
-    frozen += [p.name for engine in sim.engines if engine.alive for p in engine.ranks if p.frozen_at is not None]
-    if frozen or cut or stuck:
-        raise Violation("I1", f"the schedule is wrong: still frozen: {frozen + stuck}, without a path: {cut}")
+    for process in sim.frontends:
+        if process.alive and not process.is_well:
+            raise Violation("I1", f"the schedule is wrong: {process.name} is still frozen or without a path")
+    for engine in sim.engines:
+        for process in (engine, engine.watcher):
+            if process.alive and (process.frozen_at is not None or process.port.broken_at is not None):
+                raise Violation("I1", f"the schedule is wrong: {process.name} is still frozen or without a path")
+        if engine.alive and (
+            sim.timeline.now < engine.stuck_until or any(rank.frozen_at is not None for rank in engine.ranks)
+        ):
+            raise Violation("I1", f"the schedule is wrong: {engine.name} still hangs, or a rank of it does")
 
 
 def all_attached(sim: Simulation) -> None:

@@ -21,7 +21,8 @@ from .timeline import NEVER, Blocked
 from .violation import Violation
 
 KEY = b"k" * 32
-_SESSION_AND_ACK = struct.Struct("<Q8xQ")
+SESSION_AND_ACK = struct.Struct("<16xQ8xQ")
+"""Of a header."""
 
 
 def name_of(message: UpMessage) -> tuple[str, int]:
@@ -50,12 +51,6 @@ class Lane:
         self.served_by: object = None
         self.heard_up = self.heard_down = self.told_down = 0
         """Messages that the engine acted upon; that the frontend got from its lane; that it delivered to its ledger."""
-
-
-def ack_of(frame: Frame) -> tuple[int, int]:
-    """Session and cumulative acknowledgement of a frame."""
-    session, ack = _SESSION_AND_ACK.unpack_from(frame[0], 16)
-    return session, ack
 
 
 def is_early(ack: int, told: int, ends: Sequence[int]) -> bool:
@@ -145,7 +140,7 @@ class SimFrontendLink(_Resumable, FrontendLink):
     def receive(self, timeout: float | None) -> list[DownMessage]:
         if self.is_watch and self.lane is not None:
             self.lane.told_down = self.lane.heard_down
-        messages = self._resume(super().receive, timeout, self._clock())
+        messages = self._resume(super().receive, timeout, self._port.timeline.now)
         if messages:
             self._check_order(messages)
         return messages
@@ -165,7 +160,7 @@ class SimFrontendLink(_Resumable, FrontendLink):
             lane.heard_down += 1
 
     def _inspect(self, frame: Frame) -> None:
-        session, ack = ack_of(frame)
+        session, ack = SESSION_AND_ACK.unpack_from(frame[0])
         lane = self.lane
         if lane is not None and session == lane.number and is_early(ack, lane.told_down, lane.down_ends):
             raise Violation("I4", f"the frontend acknowledged {ack} messages and has delivered {lane.told_down}")
@@ -221,8 +216,9 @@ class SimEngineLink(_Resumable, EngineLink):
         return lane
 
     def receive(self, timeout: float | None) -> list[tuple[int, UpMessage]]:
-        self._act_upon()
-        messages = self._resume(super().receive, timeout, self._clock())
+        if self.in_hand:
+            self._act_upon()
+        messages = self._resume(super().receive, timeout, self._port.timeline.now)
         if messages:
             self._check_order(messages)
         return messages
@@ -249,7 +245,7 @@ class SimEngineLink(_Resumable, EngineLink):
             self.in_hand.append((session, message))
 
     def _inspect(self, frame: Frame) -> None:
-        session, ack = ack_of(frame)
+        session, ack = SESSION_AND_ACK.unpack_from(frame[0])
         lane = self.lanes.get(session)
         if lane is not None and not self.leaving and is_early(ack, lane.heard_up, lane.up_ends):
             raise Violation("I4", f"the engine acknowledged {ack} messages and has acted upon {lane.heard_up}")

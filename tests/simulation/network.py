@@ -50,14 +50,14 @@ WHOLE, CUT, STUCK = range(3)
 
 
 class Line:
-    """One direction of one path."""
+    """One direction of the path between a frontend's port and a service, whoever that is by now."""
 
-    __slots__ = ("calm", "epoch", "held", "network", "source", "tail_at", "target")
+    __slots__ = ("_is_up", "_port", "_service", "_services", "calm", "epoch", "held", "network", "tail_at")
 
-    def __init__(
-        self, network: Network, source: Callable[[], Port | None], target: Callable[[], Port | None], calm: float
-    ) -> None:
-        self.network, self.source, self.target, self.calm = network, source, target, calm
+    def __init__(self, network: Network, port: FrontendPort, service: str, *, up: bool) -> None:
+        self.network, self._services = network, network.services
+        self._port, self._service, self._is_up = port, service, up
+        self.calm = 0.3 if service.startswith("watch") else 1.0
         self.held: list[Frame] = []
         self.epoch = 0
         self.tail_at = 0.0
@@ -65,7 +65,7 @@ class Line:
     def carry(self, frame: Frame, source: Port) -> None:
         network = self.network
         weather, chance = network.weather, network.rng.random
-        target = self.target()
+        target = self._services.get(self._service) if self._is_up else self._port
         if target is not None and len(target.inbox) >= weather.high_water and not weather.broker:
             raise PortFull("the peer is too far behind")
         if weather.full and chance() < weather.full:
@@ -95,7 +95,8 @@ class Line:
             network.timeline.at(when, self._arrive, frame, self.epoch)
 
     def _arrive(self, frame: Frame, epoch: int) -> None:
-        target, source = self.target(), self.source()
+        engine = self._services.get(self._service)
+        target, source = (engine, self._port) if self._is_up else (self._port, engine)
         if epoch != self.epoch or target is None or target.leg == CUT:
             self.network.lost += 1
         elif target.leg == STUCK or (source is not None and source.leg == STUCK):
@@ -105,7 +106,7 @@ class Line:
             target.put(frame)
             self._drop_some(target.inbox)
 
-    def _drop_some(self, waiting: list[Frame] | deque[Frame]) -> None:
+    def _drop_some(self, waiting: list[Frame]) -> None:
         """A broker keeps so much for a slow consumer: the newest goes, or one from the middle."""
         weather = self.network.weather
         if weather.broker and len(waiting) > weather.high_water:
@@ -131,8 +132,9 @@ class Port:
 
     def __init__(self, network: Network) -> None:
         self.network, self.timeline = network, network.timeline
-        self.inbox: deque[Frame] = deque()
-        self.arrived_at: deque[float] = deque()
+        self.inbox: list[Frame] = []
+        self.oldest_at = NEVER
+        """Since when the first frame of the inbox has been there."""
         self.actor: Actor | None = None
         self.state: PortState = PORT_UP
         self.closed = self.woken = self.keep_open = False
@@ -202,13 +204,16 @@ class Port:
         if self.closed:
             raise PortClosed("closed")
         now = self.timeline.now
-        self._count_poll(now)
+        if now != self._polled_at:
+            self._polled_at, self._polls = now, 0
+        self._polls += 1
+        if self._polls > SPINS:
+            raise Violation("I10", "a thread polls its port again and again and time does not pass")
         if self.inbox:
-            frames = list(self.inbox)
-            self.inbox.clear()
-            self.arrived_at.clear()
+            frames, self.inbox = self.inbox, []
+            self.oldest_at = NEVER
             self.woken = False
-            self.network.remember(self, frames)
+            self.network.history.extend(frames)
             return frames
         if self.woken:
             self.woken = False
@@ -217,24 +222,18 @@ class Port:
             return []
         raise Blocked(NEVER if timeout is None else now + timeout + GRAIN_S)
 
-    def _count_poll(self, now: float) -> None:
-        if now != self._polled_at:
-            self._polled_at, self._polls = now, 0
-        self._polls += 1
-        if self._polls > SPINS:
-            raise Violation("I10", "a thread polls its port again and again and time does not pass")
-
     def put(self, frame: Frame) -> None:
         if not self.closed:
+            now = self.timeline.now
+            if not self.inbox:
+                self.oldest_at = now
             self.inbox.append(frame)
-            self.arrived_at.append(self.timeline.now)
             if self.actor is not None:
-                self.actor.wake(self.timeline.now)
+                self.actor.wake(now)
 
     def measure(self, frame: Frame) -> None:
-        limit = self.max_frame
-        if limit is not None and len(frame) > 1 and (size := sum(map(size_of, frame))) > limit:
-            raise FrameTooLarge(f"{size} bytes in a frame of at most {limit}")
+        if len(frame) > 1 and (size := sum(map(size_of, frame))) > self.max_frame:
+            raise FrameTooLarge(f"{size} bytes in a frame of at most {self.max_frame}")
 
     def wake(self) -> None:
         self.woken = True
@@ -266,7 +265,8 @@ class FrontendPort(Port):
             raise PortClosed("closed")
         if not self.state.up:
             raise PortDown("cut")
-        self.measure(frame)
+        if self.max_frame is not None:
+            self.measure(frame)
         self.sent += 1
         self.inspect(frame)
         self.path.up.carry(frame, self)
@@ -298,7 +298,8 @@ class EnginePort(Port):
             raise PortClosed("closed")
         if not self.state.up:
             raise PortDown("cut")
-        self.measure(frame)
+        if self.max_frame is not None:
+            self.measure(frame)
         path, broker = self.network.paths.get((self.service, to)), self.network.weather.broker
         if path is None or path.port.closed or not path.port.state.up:
             if broker:
@@ -320,13 +321,7 @@ class Path:
 
     def __init__(self, network: Network, port: FrontendPort, service: str) -> None:
         self.port, self.service = port, service
-        calm = 0.3 if service.startswith("watch") else 1.0
-
-        def engine() -> EnginePort | None:
-            return network.services.get(service)
-
-        self.up = Line(network, lambda: port, engine, calm)
-        self.down = Line(network, engine, lambda: port, calm)
+        self.up, self.down = Line(network, port, service, up=True), Line(network, port, service, up=False)
 
 
 class Network:
@@ -337,7 +332,7 @@ class Network:
         self.services: dict[str, EnginePort] = {}
         self.paths: dict[tuple[str, PeerId], Path] = {}
         self.carried = self.lost = 0
-        self.history: deque[tuple[Port, Frame]] = deque(maxlen=KEPT)
+        self.history: deque[Frame] = deque(maxlen=KEPT)
 
     def notice_s(self) -> float:
         """How soon a client library sees that its connection is lost."""
@@ -346,10 +341,6 @@ class Network:
     def connect(self, port: FrontendPort, service: str, peer: PeerId) -> Path:
         path = self.paths[service, peer] = Path(self, port, service)
         return path
-
-    def remember(self, port: Port, frames: Sequence[Frame]) -> None:
-        for frame in frames:
-            self.history.append((port, frame))
 
     def calm_down(self) -> None:
         """Nothing is lost any more where there is a path."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 NEVER = float("inf")
@@ -21,6 +21,10 @@ class Blocked(BaseException):
     @property
     def until(self) -> float:
         return self.args[0]
+
+
+def _nothing() -> None:
+    """The turn of a thread that has ended."""
 
 
 class Timeline:
@@ -43,8 +47,9 @@ class Timeline:
     def later(self, seconds: float, action: Callable[..., Any], *args: Any) -> None:
         heapq.heappush(self._events, (self.now + seconds, next(self._order), action, args))
 
-    def run(self, limit: float, after: Callable[[], None] | None = None) -> None:
-        """Runs what is due by `limit`, in order, and calls `after` after each event; the time is `limit` then."""
+    def run(self, limit: float, touched: Collection[Any] = (), after: Callable[[], None] = _nothing) -> None:
+        """Runs what is due by `limit`, in order, and calls `after` after each event that left something in `touched`; the
+        time is `limit` then."""
         events, pop = self._events, heapq.heappop
         while events and events[0][0] <= limit:
             when, _, action, args = pop(events)
@@ -52,7 +57,7 @@ class Timeline:
                 self.now = when
             self.steps += 1
             action(*args)
-            if after is not None:
+            if touched:
                 after()
         self.now = max(self.now, limit)
 
@@ -84,20 +89,16 @@ class Process:
         self.alive = False
 
 
-def _nothing() -> None:
-    """The turn of a thread that has ended."""
-
-
 class Actor:
     """One thread of a process: `turn` runs from one blocking call to the next. `ends`: a turn that returns was the last one."""
 
-    __slots__ = ("_at", "_call_at", "_queued", "_running", "ends", "process", "touch", "turn")
+    __slots__ = ("_at", "_queued", "_running", "_timeline", "ends", "process", "touch", "turn")
 
     def __init__(self, process: Process, turn: Callable[[], object], touch: Callable[[Process], object]) -> None:
         self.process, self.turn, self.touch = process, turn, touch
         self._at = NEVER
         self._queued: set[float] = set()
-        self._call_at = process.timeline.at
+        self._timeline = process.timeline
         self._running = self.ends = False
         process.actors.append(self)
 
@@ -108,7 +109,8 @@ class Actor:
             queued = self._queued
             if when not in queued:
                 queued.add(when)
-                self._call_at(when, self._fire, when)
+                timeline = self._timeline
+                heapq.heappush(timeline._events, (when, next(timeline._order), self._fire, (when,)))
 
     def _fire(self, when: float) -> None:
         self._queued.discard(when)
