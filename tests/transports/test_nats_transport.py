@@ -395,6 +395,7 @@ def test_what_strangers_publish_on_the_subjects_harms_nobody(shared, lane):
             for payload in (b"", b"\xff\xff", b"\5", b"x" * 100):
                 await client.publish(subject, payload, reply="tllm.nobody")
                 await client.publish(subject, payload)
+        await client.flush()  # the server has taken all before the frontend sends
         await client.close()
 
     asyncio.run(publish())
