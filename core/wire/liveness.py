@@ -6,6 +6,7 @@ from msgspec import Meta, Struct
 
 from tllm_core.contracts.messages import Beat, RankState
 from tllm_core.errors import Cause
+from tllm_core.wire.path import PathWatch
 
 Seconds = Annotated[float, Meta(gt=0, le=86400)]
 
@@ -68,12 +69,12 @@ class Silence:
     a deadline apart, or a path that came back, begin the deadline anew.
     """
 
-    __slots__ = ("_grace_s", "_path_ok_at", "_polled_at", "_since", "after_s", "thawed_at")
+    __slots__ = ("_grace_s", "_path_ok_at", "_polled_at", "_since", "after_s")
 
     def __init__(self, after_s: float, grace_s: float) -> None:
         self.after_s, self._grace_s = after_s, grace_s
         self._since: float | None = None
-        self._polled_at = self._path_ok_at = self.thawed_at = 0.0
+        self._polled_at = self._path_ok_at = 0.0
 
     def heard(self, now: float) -> None:
         """The peer gave a fresh sign of life at `now`."""
@@ -83,7 +84,7 @@ class Silence:
     def is_over(self, now: float, path_ok_at: float) -> bool:
         """Whether the peer has been silent for longer than it may be."""
         if self._since is None or now - self._polled_at > self.after_s / 2:
-            self._since = self.thawed_at = now
+            self._since = now
         elif path_ok_at - self._path_ok_at > self.after_s / 2:
             self._since = max(self._since, now + self._grace_s)
         self._polled_at, self._path_ok_at = now, path_ok_at
@@ -96,6 +97,7 @@ class Liveness:
     def __init__(self, settings: LivenessSettings = DEFAULT_LIVENESS) -> None:
         self.settings = settings
         self._silence = Silence(settings.dead_after_s, settings.reconnect_grace_s)
+        self._path = PathWatch(settings.broker_down_after_s)
         self._armed = True
         self._number = -1
         self._fact: Verdict | None = None
@@ -163,8 +165,8 @@ class Liveness:
         return None
 
     def _path_verdict(self, now: float, path_ok_at: float) -> Verdict | None:
-        down_s = now - max(path_ok_at, self._silence.thawed_at)
-        if down_s <= self.settings.broker_down_after_s:
+        down_s = self._path.lost_for_s(now, path_ok_at)
+        if down_s is None:
             return None
         return Verdict("broker_down", f"there has been no path to the engine for {down_s:.1f} s")
 
