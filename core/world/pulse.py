@@ -82,8 +82,11 @@ class Pulse:
         else:
             with self._reading:
                 if self._busy_since is since:  # else the worker is back, or waits for this lock
-                    self._has_read = True
-                    self._stash += self._link.receive(self._after_s)
+                    self._read()
+
+    def _read(self) -> None:
+        self._has_read = True
+        self._stash += self._link.receive(self._after_s)
 
     def _park(self) -> None:
         """Until the worker is busy; `_is_parked` goes up before the last look, so that no beginning is missed."""

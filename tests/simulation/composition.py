@@ -11,6 +11,7 @@ from typing import ClassVar, Final
 
 from tllm_core import frontend as frontend_module
 from tllm_core.contracts.messages import Introduce
+from tllm_core.world import pulse as pulse_module
 
 from . import invariants
 from .callers import CALLS
@@ -20,7 +21,7 @@ from .frontends import FrontendProcess
 from .links import Lane
 from .network import Network
 from .settings import Profile, ScheduleSettings, draw
-from .timeline import Process, Timeline
+from .timeline import GRAIN_S, Blocked, Process, Timeline
 from .violation import Violation
 from .watching import SENTINEL_S
 
@@ -131,6 +132,7 @@ class Simulation:
             for part in (
                 engine.port,
                 engine.link,
+                engine.pulse,
                 engine.worker,
                 engine.world,
                 engine.watcher.port,
@@ -266,6 +268,12 @@ class UnstartedThread:
     def __init__(self, **options: object) -> None:
         """Whatever a thread is made with."""
 
+    def start(self) -> None:
+        """Nothing: the actor is woken by who made it."""
+
+    def join(self) -> None:
+        """Nothing: it ends with its process."""
+
     def is_alive(self) -> bool:
         return False
 
@@ -287,14 +295,20 @@ class Flag:
 
 @contextmanager
 def virtual(timeline: Timeline) -> Iterator[None]:
-    """`core/frontend.py` reads the clock and makes its threads by itself."""
-    module = frontend_module
-    real = module.time, module.threading
-    module.time = SimpleNamespace(monotonic=timeline.clock)
-    module.threading = SimpleNamespace(
-        Thread=UnstartedThread, Lock=threading.Lock, Event=Flag, current_thread=threading.current_thread
-    )
+    """`core/frontend.py` and `core/world/pulse.py` read the clock and make their threads by themselves."""
+
+    def sleep(seconds: float) -> None:
+        raise Blocked(timeline.now + seconds + GRAIN_S)
+
+    modules = (frontend_module, pulse_module)
+    real = [(module.time, module.threading) for module in modules]
+    for module in modules:
+        module.time = SimpleNamespace(monotonic=timeline.clock, sleep=sleep)
+        module.threading = SimpleNamespace(
+            Thread=UnstartedThread, Lock=threading.Lock, Event=Flag, current_thread=threading.current_thread
+        )
     try:
         yield
     finally:
-        module.time, module.threading = real
+        for module, (clock, threads) in zip(modules, real, strict=True):
+            module.time, module.threading = clock, threads

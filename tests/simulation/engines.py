@@ -15,6 +15,7 @@ from tllm_core.world.worker import Worker
 from .links import SimEngineLink
 from .model import INFO, Model
 from .network import EnginePort
+from .pulses import SimPulse
 from .timeline import GRAIN_S, NEVER, Actor, Blocked, Process
 from .violation import Violation
 from .watching import FLUSH_S, SENTINEL_S, WatcherProcess
@@ -113,9 +114,14 @@ class EngineProcess(Process):
         self.model = Model(rng)
         self.model.wait = self._stick
         self.stuck_until, self.stuck_since, self.computes = 0.0, 0.0, False
+        self.in_step = False
         self.cpu_s = 0.0
         self.ranks = [FollowerProcess(self, rank) for rank in range(1, settings.world_size)]
         self.broken_ranks: set[int | None] = set()
+        self.port.process = self
+        self.port.actor = self.actor = Actor(self, self._turn, sim.touch)
+        self.actor.wake(sim.timeline.now)
+        self.pulse = SimPulse(self)
         self.worker = Worker(
             self.model,
             self.link,
@@ -123,11 +129,9 @@ class EngineProcess(Process):
             settings=settings.worker,
             progress=self._note,
             watch=sim.watch_process,
+            pulse=self.pulse,
             clock=sim.timeline.clock,
         )
-        self.port.process = self
-        self.port.actor = self.actor = Actor(self, self._turn, sim.touch)
-        self.actor.wake(sim.timeline.now)
         self.progress = (0, False)
         self.awake_since = self.timeline.now
         self.broken_since: float | None = None
@@ -141,32 +145,37 @@ class EngineProcess(Process):
         self.progress = (steps, busy)
 
     def stick(self, seconds: float, computes: bool) -> None:
-        """Its next step takes so long, or longer: for a computation, or for nothing."""
+        """A step that begins within so many seconds takes until then: for a computation, or for nothing."""
         if self.timeline.now < self.stuck_until:
             return
-        self.cpu_s = self.used_cpu_s()
         self.disturbed = True
-        self.stuck_since = self.timeline.now
         self.stuck_until, self.computes = self.timeline.now + seconds, computes
 
     def _stick(self) -> None:
         if self.timeline.now < self.stuck_until:
+            if not self.in_step:
+                self.in_step, self.stuck_since = True, self.timeline.now
             self.worker._woken = True  # the step goes on where it was
             raise Blocked(self.stuck_until)
+        if self.in_step:
+            self.cpu_s = self.used_cpu_s()
+            self.in_step = False
 
     @property
     def hangs_for_s(self) -> float:
         """How long it has been in a step that does nothing."""
         now = self.timeline.now
-        return now - self.stuck_since if self.progress[1] and now < self.stuck_until and not self.computes else 0.0
+        is_stuck = self.in_step and now < self.stuck_until and not self.computes
+        return now - self.stuck_since if self.progress[1] and is_stuck else 0.0
 
     def used_cpu_s(self) -> float:
-        if self.computes and self.stuck_since < self.stuck_until:
+        if self.computes and self.in_step:
             return self.cpu_s + min(self.timeline.now, self.stuck_until) - self.stuck_since
         return self.cpu_s
 
     def _turn(self) -> None:
-        self._stick()
+        if self.in_step:
+            self._stick()
         if self.leaving:
             self._leave()
             return
@@ -212,6 +221,8 @@ class EngineProcess(Process):
         except Exception:
             self.clean = False
         self.watcher.hear(self.words)
+        self.port.actor = self.actor
+        self.pulse.close()
         self.leaving = True
         self._leave()
 

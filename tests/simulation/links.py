@@ -39,7 +39,18 @@ def name_of(message: UpMessage) -> tuple[str, int]:
 class Lane:
     """What both ends of one session have said and heard: the yardstick for order, loss and acknowledgement."""
 
-    __slots__ = ("down", "down_ends", "heard_down", "heard_up", "number", "served_by", "told_down", "up", "up_ends")
+    __slots__ = (
+        "down",
+        "down_ends",
+        "heard_down",
+        "heard_up",
+        "number",
+        "served_by",
+        "taken_up",
+        "told_down",
+        "up",
+        "up_ends",
+    )
 
     def __init__(self, number: int) -> None:
         self.number = number
@@ -49,8 +60,8 @@ class Lane:
         self.down_ends: list[int] = []
         """The last frame of each message."""
         self.served_by: object = None
-        self.heard_up = self.heard_down = self.told_down = 0
-        """Messages that the engine acted upon; that the frontend got from its lane; that it delivered to its ledger."""
+        self.taken_up = self.heard_up = self.heard_down = self.told_down = 0
+        """Messages that the engine has taken; acted upon; that the frontend got from its lane; delivered to its ledger."""
 
 
 def is_early(ack: int, told: int, ends: Sequence[int]) -> bool:
@@ -196,6 +207,7 @@ class SimEngineLink(_Resumable, EngineLink):
         self._sessions._random = rng.randbytes
         self._offer, self._sessions.offer = self._sessions.offer, self._log_offer
         self.in_hand: list[tuple[int, UpMessage]] = []
+        self._read_before: list[tuple[int, UpMessage]] = []
         self._flush_until: float | None = None
         self.ended = 0
         self.leaving = False
@@ -216,19 +228,27 @@ class SimEngineLink(_Resumable, EngineLink):
         return lane
 
     def receive(self, timeout: float | None) -> list[tuple[int, UpMessage]]:
-        if self.in_hand:
-            self._act_upon()
-        messages = self._resume(super().receive, timeout, self._port.timeline.now)
-        if messages:
-            self._check_order(messages)
+        self.act_upon()
+        messages = self.read(timeout)
+        self.check_order(messages)
         return messages
 
-    def _act_upon(self) -> None:
+    def read(self, timeout: float | None) -> list[tuple[int, UpMessage]]:
+        """Who asks for more has taken charge of all that it got before, which may be acknowledged then."""
+        for session, _ in self._read_before:
+            self._lane(session).taken_up += 1
+        self._read_before = []
+        self._read_before = messages = self._resume(super().receive, timeout, self._port.timeline.now)
+        return messages
+
+    def act_upon(self) -> None:
+        """What was handed out before was acted upon."""
         for session, _ in self.in_hand:
             self._lane(session).heard_up += 1
         self.in_hand.clear()
 
-    def _check_order(self, messages: Sequence[tuple[int, UpMessage]]) -> None:
+    def check_order(self, messages: Sequence[tuple[int, UpMessage]]) -> None:
+        """Whether these, which are handed out now, are what their frontends said next."""
         ahead: dict[int, int] = {}
         for session, message in messages:
             lane = self._lane(session)
@@ -247,8 +267,8 @@ class SimEngineLink(_Resumable, EngineLink):
     def _inspect(self, frame: Frame) -> None:
         session, ack = SESSION_AND_ACK.unpack_from(frame[0])
         lane = self.lanes.get(session)
-        if lane is not None and not self.leaving and is_early(ack, lane.heard_up, lane.up_ends):
-            raise Violation("I4", f"the engine acknowledged {ack} messages and has acted upon {lane.heard_up}")
+        if lane is not None and not self.leaving and is_early(ack, lane.taken_up, lane.up_ends):
+            raise Violation("I4", f"the engine acknowledged {ack} messages and has taken {lane.taken_up}")
 
     def end(self, session: int, reason: str) -> None:
         self.ended += 1

@@ -23,6 +23,7 @@ from tllm_core.wire.path import PathWatch
 from tllm_core.wire.session import FrontendSession
 from tllm_core.wire.sessions import EngineSessions
 from tllm_core.world.outbox import Outbox
+from tllm_core.world.pulse import Pulse
 from tllm_core.world.rows import Parked, rows_of
 from tllm_core.world.worker import Worker
 
@@ -387,7 +388,6 @@ def outage_taken_for_a_death() -> Patches:
 
 def outage_never_told() -> Patches:
     yield patch.object(PathWatch, "lost_for_s", lambda self, now, path_ok_at: None)
-    yield patch.object(Liveness, "_path_verdict", lambda self, now, path_ok_at: None)
 
 
 def engine_keeps_sessions_without_a_path() -> Patches:
@@ -498,6 +498,34 @@ def outcome_replaced_by_the_sweep() -> Patches:
     yield patch.object(Ledger, "_settle", remember)
 
 
+# ----------------------------------------------------------------------------------------------------------- pulse
+
+
+def lane_unread_in_a_long_step() -> Patches:
+    yield patch.object(Pulse, "busy", lambda self: None)
+
+
+def stash_overtaken_by_what_came_later() -> Patches:
+    receive = Pulse.receive
+
+    def latest_first(self: Pulse, timeout: float | None) -> Any:
+        stashed = list(self._stash)
+        self._stash.clear()
+        return receive(self, 0 if stashed else timeout) + stashed
+
+    yield patch.object(Pulse, "receive", latest_first)
+
+
+def stash_forgotten() -> Patches:
+    receive = Pulse.receive
+
+    def forgetful(self: Pulse, timeout: float | None) -> Any:
+        self._stash.clear()
+        return receive(self, timeout)
+
+    yield patch.object(Pulse, "receive", forgetful)
+
+
 MUTATIONS: tuple[Mutation, ...] = (
     Mutation("I1", 27, send_before_register),
     Mutation("I4", 210, register_not_atomic_with_the_dead_flag),
@@ -535,6 +563,9 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation("I2", 73, parked_rows_replaced),
     Mutation("I2", 127, parked_rows_overtaken),
     Mutation("I8", 8, aborted_requests_run_on),
+    Mutation("I12", 10, lane_unread_in_a_long_step),
+    Mutation("I6", 96, stash_overtaken_by_what_came_later),
+    Mutation("I1", 10, stash_forgotten),
     Mutation("I2", 1, chunk_dropped_by_reassembly),
     Mutation("I4", 1, reassembly_mixes_two_messages),
     Mutation("I4", 1340, reassembly_survives_a_session),
