@@ -98,6 +98,7 @@ class Liveness:
         self.settings = settings
         self._silence = Silence(settings.dead_after_s, settings.reconnect_grace_s)
         self._path = PathWatch(settings.broker_down_after_s)
+        self._proven_at = self._heard_at = 0.0
         self._armed = True
         self._number = -1
         self._fact: Verdict | None = None
@@ -111,6 +112,7 @@ class Liveness:
             return False
         self._number = beat.number
         self._silence.heard(now)
+        self._heard_at = now
         self._note_states(beat, now)
         if self._progress is None:
             self._progress = Progress(now, beat)
@@ -165,7 +167,10 @@ class Liveness:
         return None
 
     def _path_verdict(self, now: float, path_ok_at: float) -> Verdict | None:
-        down_s = self._path.lost_for_s(now, path_ok_at)
+        # A proof that is late each time begins the deadline for silence anew each time, so that only beats tell of a path.
+        if now - path_ok_at <= self.settings.dead_after_s / 2:
+            self._proven_at = path_ok_at
+        down_s = self._path.lost_for_s(now, max(self._proven_at, self._heard_at))
         if down_s is None:
             return None
         return Verdict("broker_down", f"there has been no path to the engine for {down_s:.1f} s")

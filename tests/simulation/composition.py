@@ -16,7 +16,7 @@ from tllm_core.world import pulse as pulse_module
 from . import invariants
 from .callers import CALLS
 from .engines import EngineProcess
-from .faults import FAULTS
+from .faults import FAULTS, slow_probe
 from .frontends import FrontendProcess
 from .links import Lane
 from .network import Network
@@ -30,6 +30,8 @@ SETTLE_S = 9.0
 CLOSE_S = 4.0
 LOOK_S = 0.03
 MAX_STEPS = 60_000
+SLOW_PROBES = 0.1
+"""Of the schedules with a broker."""
 
 
 class Simulation:
@@ -160,6 +162,10 @@ class Simulation:
             self.timeline.at(self.dice.uniform(0.004, active), self._call)
         for _ in range(self.settings.faults):
             self.timeline.at(self.dice.uniform(0.0, active), self._fault)
+        # Dice of its own: all other schedules stay what they were.
+        other = random.Random(self.seed + 50)
+        if self.network.weather.broker and other.random() < SLOW_PROBES:
+            self.timeline.at(other.uniform(0.0, active), slow_probe, self, other)
 
     def _run_until(self, limit: float) -> None:
         self.timeline.run(limit, self.touched, self._check)

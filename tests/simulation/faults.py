@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -10,7 +11,7 @@ from tllm_core.wire.header import HELLO, WIRE_VERSION, Seal
 
 from .hostile import inject
 from .links import KEY
-from .network import FrontendPort, Port
+from .network import FrontendPort, Port, SlowProbe
 from .timeline import Process
 
 if TYPE_CHECKING:
@@ -162,6 +163,23 @@ def break_engine_side(sim: Simulation, how: Callable[[Port], None], seconds: flo
     for port in (engine.port, engine.watcher.port):
         how(port)
         sim.timeline.later(seconds + sim.dice.uniform(0.0, 0.1), port.mend)
+
+
+def slow_probe(sim: Simulation, dice: random.Random) -> None:
+    """A frontend's path is proven late, again and again, and perhaps its engine's host goes without a word meanwhile."""
+    process, liveness = sim.frontends[dice.randrange(len(sim.frontends))], sim.settings.liveness
+    if not sim.network.weather.broker or not process.serves:
+        return
+    each_s = liveness.broker_down_after_s * dice.uniform(0.3, 0.45)
+    probe = SlowProbe(sim.timeline.now, each_s, sim.timeline.now + each_s * dice.randrange(1, 9))
+    sim.trace("%s: proofs of its path take %.2f s until %.2f", process.name, each_s, probe.until)
+    for port in process.ports:
+        port.slow_probe = probe
+    engine = process.engine
+    if dice.random() < 0.5 and engine.runs:
+        engine.break_down(0)
+        for part in (engine, engine.watcher):
+            freeze_for(sim, part, 2.2 * liveness.broker_down_after_s)
 
 
 def storm(sim: Simulation) -> None:

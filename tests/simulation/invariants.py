@@ -15,9 +15,11 @@ from tllm_core.errors import (
     TransportError,
 )
 from tllm_core.ledger.ledger import Outcome
+from tllm_core.wire.liveness import LivenessSettings
 
 from .engines import EngineProcess
 from .frontends import FrontendProcess
+from .network import SlowProbe
 from .tickets import Ticket
 from .timeline import NEVER, Process
 from .violation import Violation
@@ -118,8 +120,19 @@ def noticed_in_time(sim: Simulation, process: FrontendProcess) -> None:
         if watcher.broken_at is not None:
             return
         since = max(since, process.watch_link_opened_at, watcher.whole_since) + sim.settings.liveness.reconnect_grace_s
-    if sim.timeline.now - since > bound:
+    due_at = since + bound
+    for port in process.ports:
+        if port.slow_probe is not None:
+            due_at = max(due_at, noticed_by_slow_probes(port.slow_probe, since, bound, sim.settings.liveness))
+    if sim.timeline.now > due_at:
         raise Violation("I12", f"{process.name} has not noticed for {sim.timeline.now - since:.2f} s")
+
+
+def noticed_by_slow_probes(probe: SlowProbe, since: float, bound: float, liveness: LivenessSettings) -> float:
+    """By when: as after an outage, but no later than a path without any sign of life is given up."""
+    return min(
+        max(since, probe.until) + liveness.reconnect_grace_s + bound, since + liveness.broker_down_after_s + bound
+    )
 
 
 def outage_told_in_time(sim: Simulation, process: FrontendProcess) -> None:
@@ -272,6 +285,11 @@ def judge_verdict(process: FrontendProcess, error: TllmError) -> None:
             raise Violation("I4", f"{process.name} blames a rank that is well: {error}")
     elif isinstance(error, BrokerLost):
         down_s = max(port.down_s(0.0) for port in process.ports)
+        if engine.broken_since is not None and any(port.slow_probe is not None for port in process.ports):
+            return  # nothing came, and nothing proves that it could have
+        down_s += max(
+            (2 * port.slow_probe.each_s for port in process.ports if port.slow_probe is not None), default=0.0
+        )
         if down_s < sim.settings.liveness.broker_down_after_s - sim.network.weather.proof_s:
             raise Violation("I11", f"{process.name} had no path for {down_s:.2f} s and says: {error}")
     elif "receive thread failed" in str(error):

@@ -390,6 +390,14 @@ def outage_never_told() -> Patches:
     yield patch.object(PathWatch, "lost_for_s", lambda self, now, path_ok_at: None)
 
 
+def late_proofs_hold_a_verdict_up() -> Patches:
+    def verdict(self: Liveness, now: float, path_ok_at: float) -> Verdict | None:
+        down_s = self._path.lost_for_s(now, path_ok_at)
+        return None if down_s is None else Verdict("broker_down", "there has been no path")
+
+    yield patch.object(Liveness, "_path_verdict", verdict)
+
+
 def engine_keeps_sessions_without_a_path() -> Patches:
     tend = EngineSessions.tend
 
@@ -572,6 +580,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation("I1", 579, gap_not_told_after_a_reconnect),
     Mutation("I11", 234, outage_taken_for_a_death),
     Mutation("I11", 234, outage_never_told),
+    Mutation("I12", 3031, late_proofs_hold_a_verdict_up),
     Mutation("I8", 1178, engine_keeps_sessions_without_a_path),
     Mutation("I12", 1506, pause_taken_for_a_hang),
     Mutation("I12", 95, computation_taken_for_a_hang),

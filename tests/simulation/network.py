@@ -45,6 +45,19 @@ class Weather(Struct, kw_only=True):
     high_water: int = 1000
 
 
+class SlowProbe(Struct, frozen=True):
+    """Each proof of a path takes `each_s`, one after the other, until `until`; frames pass all the while."""
+
+    began_at: float
+    each_s: float
+    until: float
+
+    def proven_at(self, now: float) -> float:
+        """When the last one that was answered had been asked for."""
+        answered = int((now - self.began_at) / self.each_s)
+        return self.began_at + max(0, answered - 1) * self.each_s
+
+
 WHOLE, CUT, STUCK = range(3)
 """How a port is connected: frames pass, are lost, or are held up."""
 
@@ -145,11 +158,15 @@ class Port:
         self.outages: list[tuple[float, float]] = []
         """Of the own way: those that are over."""
         self.process: Process | None = None
+        self.slow_probe: SlowProbe | None = None
         self._polled_at, self._polls = -1.0, 0
 
     def path_ok_at(self) -> float:
         """Proofs come at their times, while the way is whole and the process runs."""
-        at = self.timeline.now if self.broken_at is None else self.broken_at
+        now = self.timeline.now
+        at = now if self.broken_at is None else self.broken_at
+        if self.slow_probe is not None and now < self.slow_probe.until:
+            at = min(at, self.slow_probe.proven_at(now))
         process = self.process
         if process is not None and process.frozen_at is not None:
             at = min(at, process.frozen_at)

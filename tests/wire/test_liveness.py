@@ -131,6 +131,34 @@ def test_a_path_that_stays_down_is_a_lost_broker_and_no_death() -> None:
     assert verdict.rank is None
 
 
+def run_with_late_proofs(watch: Watch, seconds: float, *, beats: bool):
+    """Each proof of the path takes 0.8 s: what it proves is the time at which it was asked for."""
+    for _ in range(round(seconds / 0.8)):
+        asked_at = watch.now
+        verdict = watch.run(0.8, beats=beats, path=False)
+        if verdict is not None:
+            return verdict
+        watch.path_ok_at = asked_at
+    return None
+
+
+def test_late_proofs_are_neither_a_death_nor_a_lost_broker_while_beats_come() -> None:
+    watch = Watch()
+    watch.run(2)
+    assert run_with_late_proofs(watch, 60, beats=True) is None
+
+
+def test_a_peer_that_falls_silent_while_proofs_are_late_is_given_up_all_the_same() -> None:
+    """Each late proof begins the deadline for silence anew, as a path that came back does."""
+    watch = Watch()
+    watch.run(2)
+    began = watch.now
+    verdict = run_with_late_proofs(watch, 60, beats=False)
+    assert verdict is not None
+    assert verdict.kind == "broker_down"
+    assert watch.now - began == pytest.approx(RULES.broker_down_after_s, abs=0.3)
+
+
 def test_own_freeze_is_no_lost_broker() -> None:
     watch = Watch()
     watch.run(2)
