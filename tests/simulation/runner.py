@@ -73,7 +73,7 @@ def run_on(processes: int, seeds: range, profile: Profile, seconds: float) -> Ta
     """Slices of `seeds` on so many processes; no new slice after `seconds`, or once a schedule broke a promise."""
     total, began = Tally(), time.perf_counter()
     slices: Iterator[range] = iter([seeds[at : at + SLICE] for at in range(0, len(seeds), SLICE)])
-    with ProcessPoolExecutor(processes, multiprocessing.get_context("spawn")) as pool:
+    with ProcessPoolExecutor(processes, multiprocessing.get_context("fork")) as pool:
         running: set[Future[Tally]] = set()
         while True:
             while len(running) < 2 * processes and total.failed is None and time.perf_counter() - began < seconds:
