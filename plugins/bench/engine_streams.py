@@ -71,9 +71,9 @@ class Stream:
         await self._task
 
     def gaps(self, begin: float, end: float) -> list[float]:
-        """Seconds between its tokens, of those gaps most of which lies between these two moments."""
+        """Seconds between its tokens, of those gaps that lie between these two moments, if only partly."""
         pairs = zip(self.times, self.times[1:], strict=False)
-        return [after - before for before, after in pairs if begin < (before + after) / 2 < end]
+        return [after - before for before, after in pairs if before < end and after > begin]
 
     async def _read(self) -> None:
         try:
