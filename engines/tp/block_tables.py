@@ -3,6 +3,9 @@
 What is found ends before the first token whose row of logits is wanted: the last one's, or the first of the rows that
 prompt logprobs still need. Where that is within a block, the rows before it are copied into a block of the sequence's own.
 Only the last block of a sequence is ever written, and nobody shares it.
+
+Where all layers see a sliding window only, blocks that the widest of them has left are given back, and need not be found. One
+table serves all layers: a single layer that sees everything keeps every block.
 """
 
 from collections.abc import Iterable
@@ -18,40 +21,44 @@ _NEVER = 1 << 30
 
 
 class _Prefix(NamedTuple):
-    """What was found for a sequence: whole blocks, one more to copy from, and how many tokens these hold together.
+    """What was found for a sequence: whole blocks, one more to copy from, and how many tokens stand before what is missing.
 
-    scores: the prompt logprobs that come with it, for as long as they are known from the sequence's first on.
+    unseen: how many blocks before these no layer needs any more. scores: the prompt logprobs that come with it, for as long as
+    they are known from the sequence's first on.
     """
 
+    unseen: int
     blocks: list[int]
     source: int | None
     tokens: int
     scores: list[TokenLogprobs]
 
 
-_NOTHING = _Prefix([], None, 0, [])
+_NOTHING = _Prefix(0, [], None, 0, [])
 
 
 class BlockTables:
     """Changes `blocks`, `computed` and what else a sequence knows of the cache.
 
+    window: how many tokens back any layer sees, its own included; None = all.
     copies: (from, to) of blocks whose content is needed elsewhere before the next step's first write; all are read before
     any is written. suspects: blocks that were given back with content that may be NaN; whoever runs the step clears
     them before it, since NaN spoils the next owner even where it is masked. queries, hits: tokens that were looked for
     in sequences which got blocks, and those found.
     """
 
-    def __init__(self, pool: BlockPool, *, reuse: bool) -> None:
+    def __init__(self, pool: BlockPool, *, reuse: bool, window: int | None = None) -> None:
         self.pool = pool
         self.copies: list[tuple[int, int]] = []
         self.suspects: list[int] = []
         self.queries = self.hits = 0
-        self._reuse = reuse
+        self._reuse, self._window = reuse, window
 
     def admit(self, sequence: Sequence, spare: int) -> bool:
         """Blocks for all of its tokens while `spare` more stay free; False where there are not so many."""
         pool, prefix = self.pool, self._find(sequence)
-        need = pool.blocks_for(len(sequence.token_ids)) - len(prefix.blocks)
+        have = prefix.unseen + len(prefix.blocks)
+        need = pool.blocks_for(len(sequence.token_ids)) - have
         unowned = sum(not pool.references(block) for block in prefix.blocks)
         if need + unowned + spare > pool.free:
             return False
@@ -59,13 +66,15 @@ class BlockTables:
         new = pool.take_many(need)
         if prefix.source is not None:
             self.copies.append((prefix.source, new[0]))
-        sequence.blocks = prefix.blocks + new
-        sequence.computed, sequence.published = prefix.tokens, len(prefix.blocks)
+        sequence.blocks, sequence.unseen = [0] * prefix.unseen + prefix.blocks + new, prefix.unseen
+        _fill_unseen(sequence)
+        sequence.computed, sequence.published = prefix.tokens, have
         self._note_found(sequence, prefix)
         return True
 
     def grow(self, sequence: Sequence) -> bool:
-        """One more block, for its next token; False where none is free."""
+        """One more block, for its next token, once what no layer sees any more is given back; False where none is free."""
+        self._slide(sequence)
         pool, source = self.pool, sequence.source
         if source is not None and pool.references(source) == 1 and (not pool.free or pool.content(source) is None):
             # The last sibling needs no copy, and may get none: its length fits in the pool, a copy besides may not.
@@ -78,13 +87,14 @@ class BlockTables:
             if source is not None:
                 self.copies.append((source, sequence.blocks[-1]))
                 pool.give_back([source])
+        _fill_unseen(sequence)
         sequence.source = None
         return True
 
     def fork(self, leader: Sequence, sibling: Sequence) -> None:
         """Gives a sequence of the same tokens all that its leader has or, once the step has run, will have computed."""
         full = leader.computed // self.pool.block_size
-        sibling.blocks = leader.blocks[:full]
+        sibling.blocks, sibling.unseen = leader.blocks[:full], leader.unseen
         sibling.source = leader.blocks[full] if leader.computed % self.pool.block_size else None
         self.pool.share(_owned(sibling))
         sibling.computed, sibling.published = leader.computed, max(full, leader.published)
@@ -98,7 +108,7 @@ class BlockTables:
         freed = self.pool.give_back(reversed(_owned(sequence)))
         if broken:
             self.suspects += [block for block in freed if self.pool.content(block) is None]
-        sequence.blocks, sequence.source, sequence.computed = [], None, 0
+        sequence.blocks, sequence.source, sequence.unseen, sequence.computed = [], None, 0, 0
 
     def publish(self, sequence: Sequence) -> None:
         """Lets others find its full blocks, all of which have been seen to be sound; gives up those that are there twice."""
@@ -131,6 +141,18 @@ class BlockTables:
             sequence.published = _NEVER
         return self.pool.forget_contents()
 
+    # ------------------------------------------------------------------------------------------------- windows
+
+    def _unseen(self, tokens: int) -> int:
+        """How many blocks from the start no layer shows to the token behind `tokens` others."""
+        return 0 if self._window is None else max(0, tokens + 1 - self._window) // self.pool.block_size
+
+    def _slide(self, sequence: Sequence) -> None:
+        unseen = self._unseen(sequence.computed)
+        if unseen > sequence.unseen:
+            self.pool.give_back(sequence.blocks[sequence.unseen : unseen])
+            sequence.unseen = unseen
+
     # ------------------------------------------------------------------------------------------------- finding
 
     def _find(self, sequence: Sequence) -> _Prefix:
@@ -140,16 +162,26 @@ class BlockTables:
         self._extend_chain(sequence, length // size)
         scores, row = self._find_scores(sequence)
         most = length - 1 if row is None else min(row, length - 1)
-        blocks: list[int] = []
-        for content in sequence.chain:
-            found = self.pool.find(content)
-            if found is None or len(blocks) * size >= most:
-                break
-            blocks.append(found)
-        tokens = min(len(blocks) * size, most)
-        whole = tokens // size
+        unseen, blocks = self._longest(sequence.chain, most)
+        tokens = min((unseen + len(blocks)) * size, most)
+        whole = tokens // size - unseen
         source = blocks[whole] if tokens % size else None
-        return _Prefix(blocks[:whole], source, tokens, scores)
+        return _Prefix(unseen, blocks[:whole], source, tokens, scores)
+
+    def _longest(self, chain: list[bytes], most: int) -> tuple[int, list[int]]:
+        """Of the longest beginning of at most `most` tokens after which a sequence can go on: how many of its blocks are not
+        needed for that, and the others."""
+        size = self.pool.block_size
+        end = min(len(chain), -(-most // size))
+        while end:
+            unseen, at, found = self._unseen(min(end * size, most)), end, list[int]()
+            while at > unseen and (block := self.pool.find(chain[at - 1])) is not None:
+                found.append(block)
+                at -= 1
+            if at == unseen:
+                return unseen, found[::-1]
+            end = at - 1
+        return 0, []
 
     def _find_scores(self, sequence: Sequence) -> tuple[list[TokenLogprobs], int | None]:
         """Prompt logprobs behind those it has, and the first row that is wanted then."""
@@ -205,6 +237,7 @@ class BlockTables:
             self.pool.share([found])
             self.pool.give_back([own])
             sequence.blocks[at] = found
+            _fill_unseen(sequence)
 
     def _keep_scores(self, sequence: Sequence, first: int, last: int) -> None:
         known, size = sequence.prompt_logprobs, self.pool.block_size
@@ -222,4 +255,11 @@ class BlockTables:
 
 def _owned(sequence: Sequence) -> list[int]:
     """All blocks that it has a reference to."""
-    return sequence.blocks if sequence.source is None else [*sequence.blocks, sequence.source]
+    blocks = sequence.blocks[sequence.unseen :]
+    return blocks if sequence.source is None else [*blocks, sequence.source]
+
+
+def _fill_unseen(sequence: Sequence) -> None:
+    """Kernels may read what they mask, which must be no other's: nothing there is NaN that it has not written itself."""
+    if sequence.unseen:
+        sequence.blocks[: sequence.unseen] = [sequence.blocks[sequence.unseen]] * sequence.unseen

@@ -59,6 +59,16 @@ class ModelConfig(Struct, frozen=True, kw_only=True):
     eos_token_ids: tuple[int, ...]
     generation_defaults: dict[str, Any]
 
+    @property
+    def window(self) -> int | None:
+        """How many tokens back any layer sees, its own included; None = all that there are."""
+        widest = 0
+        for window in self.windows:
+            if window is None:
+                return None
+            widest = max(widest, window)
+        return widest
+
     def difference(self, other: "ModelConfig") -> str | None:
         """The first field in which weights of `other` do not fit this model, None = they do."""
         own = ("name", "model_dir", "torch_dtype", "eos_token_ids", "generation_defaults")

@@ -83,6 +83,7 @@ class TpEngine(Engine):
             max_batched_tokens=settings.max_batched_tokens,
             max_seq_len=runner.max_seq_len,
             reuse=settings.enable_prefix_cache,
+            window=config.window,
         )
         self._controls = Controls(self, runner, self._scheduler, events)
         context.phase("reading the vocabulary", None)

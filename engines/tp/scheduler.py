@@ -21,7 +21,8 @@ class Scheduler:
 
     After a step each sequence in `Scheduled.sampled` must have got its token appended, or be removed, and those whose row
     of logits was not finite, in `probes` and `prompt_rows` too, be removed as broken. `tables.suspects` must be cleared
-    before the next step is run. reuse: blocks whose tokens were computed before are found and shared.
+    before the next step is run. reuse: blocks whose tokens were computed before are found and shared. window: how many tokens
+    back any layer sees, None = all.
     """
 
     def __init__(
@@ -32,6 +33,7 @@ class Scheduler:
         max_batched_tokens: int,
         max_seq_len: int,
         reuse: bool = True,
+        window: int | None = None,
     ) -> None:
         if max_batched_tokens < max_num_seqs:
             raise ValueError("max_batched_tokens must be at least max_num_seqs: each decodes a token per step")
@@ -39,7 +41,7 @@ class Scheduler:
         self.max_num_seqs, self.max_batched_tokens = max_num_seqs, max_batched_tokens
         self.max_seq_len = min(max_seq_len, pool.capacity)
         self.preemptions = 0
-        self.tables = BlockTables(pool, reuse=reuse)
+        self.tables = BlockTables(pool, reuse=reuse, window=window)
         self._model_limit = max_seq_len
         # All three sorted; of `_waiting` the most important is the last, where a list is cheap to pop.
         self._waiting: list[Sequence] = []

@@ -21,7 +21,8 @@ class Sequence:
     """Tokens, progress and parameters of one sequence; compared by identity.
 
     token_ids: prompt, then what was generated. computed: how many of them have their keys and values in the cache, or
-    will have once the step that is scheduled has run. blocks: of the cache, in order. max_len: of `token_ids` at most.
+    will have once the step that is scheduled has run. blocks: of the cache, in order; in place of the first `unseen`, which no
+    layer sees any more and which are not its own, stands another of its own. max_len: of `token_ids` at most.
     min_len: below it nothing in `stop_ids` may come or end the sequence. seed, index: key of its random numbers.
     rules: which tokens it may have, None = all as they come.
     prompt_row: the first prompt token whose row of logits is still wanted, for prompt logprobs; None = none is.
@@ -56,6 +57,7 @@ class Sequence:
         "source",
         "stop_ids",
         "token_ids",
+        "unseen",
     )
 
     def __init__(
@@ -75,6 +77,7 @@ class Sequence:
         self.prompt_len = len(self.token_ids)
         self.computed = 0
         self.blocks: list[int] = []
+        self.unseen = 0
         self.order, self.index = order, order[2]
         self.max_len, self.min_len = max_len, self.prompt_len + sampling.min_tokens
         self.sampling, self.seed, self.stop_ids = sampling, seed, stop_ids

@@ -2,15 +2,19 @@
 
 import threading
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
+import pytest
 import torch
 
+from tllm_core.contracts.interfaces import EngineContext
 from tllm_core.engines.tp.batch import ScheduledBatch
-from tllm_core.engines.tp.comm import Group
+from tllm_core.engines.tp.comm import Alone, Group
+from tllm_core.engines.tp.engine import TpEngine
 from tllm_core.engines.tp.runner import Runner
 from tllm_core.engines.tp.spec import TpSettings
 
@@ -111,3 +115,36 @@ class Ranks:
         logits, *others = self.all(lambda runner: runner.execute(batch))
         assert others == [None] * (len(self.runners) - 1)
         return logits
+
+
+class Context(EngineContext):
+    rendezvous = None
+
+    def __init__(self, rank: int, size: int) -> None:
+        self.rank, self.world_size = rank, size
+
+    def wake(self) -> None: ...
+    def phase(self, name: str, done: float | None = None) -> None: ...
+    def adopt(self, pid: int) -> None: ...
+
+
+@contextmanager
+def engine_of(directory: Path, size: int, **settings: Any) -> Iterator[TpEngine]:
+    """Rank 0's engine, which the others follow until it is closed."""
+    meeting = Meeting(size)
+    groups: list[Group] = [Alone()] if size == 1 else [ThreadGroup(rank, meeting) for rank in range(size)]
+    asked = TpSettings(**{"model": str(directory), "threads": 1, "tensor_parallel_size": size, **settings})
+    first, *others = engines = [TpEngine(asked) for _ in groups]
+    with pytest.MonkeyPatch.context() as patch, ThreadPoolExecutor(size) as threads:
+        patch.setattr("tllm_core.engines.tp.director.connect", lambda context, *_: groups[context.rank])
+        list(threads.map(lambda rank: engines[rank].start(Context(rank, size)), range(size)))
+        following = [threads.submit(engine.follow) for engine in others]
+        try:
+            yield first
+        except BaseException:
+            meeting.barrier.abort()
+            raise
+        first.close()
+        for done in following:
+            done.result(MEET_S)
+    assert len({group.calls for group in groups if isinstance(group, ThreadGroup)}) <= 1

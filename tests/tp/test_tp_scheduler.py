@@ -40,12 +40,13 @@ def score(prefix: list[int], top: int) -> list[Logprob]:
 class Cache:
     """Block contents as the attention would see them; runs a step and checks it against the scheduler's promises.
 
-    A row holds its token and what its keys and values depend on: all tokens before it.
+    A row holds what its keys and values depend on: its token and, over several layers, all before it. A layer reads no more
+    than the rows in its `window`, all of them where that is None.
     """
 
-    def __init__(self, lines: Scheduler) -> None:
-        self.lines = lines
-        self.rows: list[list[tuple[int, int] | None]] = [[None] * BLOCK for _ in range(lines.pool.num_blocks)]
+    def __init__(self, lines: Scheduler, window: int | None = None) -> None:
+        self.lines, self.window = lines, window
+        self.rows: list[list[tuple[int, ...] | None]] = [[None] * BLOCK for _ in range(lines.pool.num_blocks)]
 
     def run(self, step: Scheduled) -> list[int]:
         """The sampled tokens, computed from nothing but the batch and the cache."""
@@ -55,6 +56,7 @@ class Cache:
         written: list[int] = []
         for query, context, table in columns:
             assert len(table) == -(-(context + query) // BLOCK)
+            self.check_unseen(table, context)
             written += table[context // BLOCK :]
             for offset in range(query):
                 self.write(table, context + offset, batch.token_ids[start + offset])
@@ -80,19 +82,29 @@ class Cache:
             self.rows[target] = rows
 
     def write(self, table: list[int], at: int, token: int) -> None:
-        before = self.rows[table[(at - 1) // BLOCK]][(at - 1) % BLOCK] if at else (0, 0)
+        before = self.rows[table[(at - 1) // BLOCK]][(at - 1) % BLOCK] if at else ()
         assert before is not None
-        self.rows[table[at // BLOCK]][at % BLOCK] = (token, zlib.crc32(b"%d" % token, before[1]))
+        self.rows[table[at // BLOCK]][at % BLOCK] = (*before, token)
 
     def read(self, table: list[int], length: int) -> array:
-        seen, behind = array("i"), 0
-        for at in range(length):
+        last = self.rows[table[(length - 1) // BLOCK]][(length - 1) % BLOCK]
+        assert last is not None
+        assert len(last) == length
+        for at in range(self.first_seen(length - 1), length):
             row = self.rows[table[at // BLOCK]][at % BLOCK]
             assert row is not None, "a row is read that was never written"
-            behind = zlib.crc32(b"%d" % row[0], behind)
-            assert row[1] == behind, "a row was computed behind other tokens"
-            seen.append(row[0])
-        return seen
+            assert row == last[: at + 1], "a row was computed behind other tokens"
+        return array("i", last)
+
+    def first_seen(self, position: int) -> int:
+        """The first position that a token at this one sees."""
+        return 0 if self.window is None else max(0, position + 1 - self.window)
+
+    def check_unseen(self, table: list[int], context: int) -> None:
+        """A kernel may read what it masks: there stands a block that the sequence reads anyway, or one of its old ones."""
+        seen = self.first_seen(context) // BLOCK
+        assert all(self.lines.pool.references(block) for block in table)
+        assert len(set(table[seen:])) == len(table) - seen
 
     def take_prompt_rows(self, step: Scheduled, seen_at: dict[int, tuple[list[int], int]]) -> None:
         for sequence, first, length, position in step.prompt_rows:
@@ -123,7 +135,12 @@ def make(
 
 
 def scheduler(
-    blocks: int = 100, max_num_seqs: int = 8, max_batched_tokens: int = 16, max_seq_len: int = 200, reuse: bool = True
+    blocks: int = 100,
+    max_num_seqs: int = 8,
+    max_batched_tokens: int = 16,
+    max_seq_len: int = 200,
+    reuse: bool = True,
+    window: int | None = None,
 ) -> Scheduler:
     return Scheduler(
         BlockPool(blocks, BLOCK),
@@ -131,6 +148,7 @@ def scheduler(
         max_batched_tokens=max_batched_tokens,
         max_seq_len=max_seq_len,
         reuse=reuse,
+        window=window,
     )
 
 
@@ -152,10 +170,16 @@ BASES = [[7, 7, 7, 7, 7, 7, 7, 7, 7, 7, 7, 7], list(range(30)), [*range(9), *ran
 class SchedulerMachine(RuleBasedStateMachine):
     """Arrivals, forks, steps, aborts, failures and new weights in any order, with prefixes in common."""
 
-    @initialize(blocks=st.integers(3, 14), seqs=st.integers(1, 6), tokens=st.integers(0, 10), reuse=st.booleans())
-    def begin(self, blocks: int, seqs: int, tokens: int, reuse: bool) -> None:
-        self.lines = scheduler(blocks, seqs, seqs + tokens, max_seq_len=40, reuse=reuse)
-        self.cache = Cache(self.lines)
+    @initialize(
+        blocks=st.integers(3, 14),
+        seqs=st.integers(1, 6),
+        tokens=st.integers(0, 10),
+        reuse=st.booleans(),
+        window=st.one_of(st.none(), st.integers(2, 13)),
+    )
+    def begin(self, blocks: int, seqs: int, tokens: int, reuse: bool, window: int | None) -> None:
+        self.lines = scheduler(blocks, seqs, seqs + tokens, max_seq_len=40, reuse=reuse, window=window)
+        self.cache = Cache(self.lines, window)
         self.live: list[Sequence] = []
         self.ended: list[Sequence] = []
         self.prompts: dict[Sequence, list[int]] = {}
@@ -278,7 +302,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert pool.used == len(owners)
         holders: dict[int, Sequence] = {}
         for sequence in self.live:
-            for at, block in enumerate(sequence.blocks):
+            for at, block in list(enumerate(sequence.blocks))[sequence.unseen :]:
                 other = holders.setdefault(block, sequence)
                 if other is not sequence and at < len(sequence.token_ids) // BLOCK:
                     assert other.chain_root == sequence.chain_root
@@ -320,7 +344,8 @@ class SchedulerMachine(RuleBasedStateMachine):
 
 
 def owned(sequence: Sequence) -> list[int]:
-    return sequence.blocks if sequence.source is None else [*sequence.blocks, sequence.source]
+    blocks = sequence.blocks[sequence.unseen :]
+    return blocks if sequence.source is None else [*blocks, sequence.source]
 
 
 TestScheduler = SchedulerMachine.TestCase
@@ -415,6 +440,69 @@ def test_priority_decides_who_is_preempted_before_arrival_does() -> None:
     while lines.pending:
         advance(lines, cache)
     assert (old.preemptions > 0, new.preemptions) == (True, 0)
+
+
+@pytest.mark.parametrize("reuse", [True, False])
+@pytest.mark.parametrize("window", [2, 4, 5, 11])
+def test_a_long_generation_keeps_no_more_than_its_window(window: int, reuse: bool) -> None:
+    lines = scheduler(blocks=40, window=window, reuse=reuse)
+    cache = Cache(lines, window)
+    sequence = make(10, 150, arrival=1)
+    lines.add(sequence)
+    most = -(-(window - 1) // BLOCK) + 1
+    while advance(lines, cache) is not None:
+        if sequence.generated > BLOCK:
+            assert lines.pool.used <= most + 1
+    assert sequence.token_ids.tolist() == continued(sequence.token_ids[:10].tolist(), 150)
+    assert lines.pool.used == 0
+
+
+def test_tokens_that_see_but_themselves_need_one_block() -> None:
+    lines = scheduler(blocks=40, window=1)
+    sequence = make(10, 150, arrival=1)
+    lines.add(sequence)
+    while len(sequence.token_ids) < sequence.max_len:
+        step = lines.schedule()
+        assert step is not None
+        assert all(lines.pool.references(block) for table in step.batch.block_tables for block in table)
+        assert lines.pool.used <= (2 if sequence.generated > BLOCK else 3)
+        sequence.token_ids.append(7)
+    lines.remove(sequence)
+    assert lines.pool.used == 0
+
+
+def test_several_generations_fit_where_only_their_windows_do() -> None:
+    """Twelve blocks would hold one of them whole."""
+    lines = scheduler(blocks=12, window=8, max_num_seqs=3)
+    cache = Cache(lines, 8)
+    sequences = [make([at] * 4, 44, arrival=at) for at in range(3)]
+    for sequence in sequences:
+        lines.add(sequence)
+    while advance(lines, cache) is not None:
+        pass
+    assert lines.preemptions == 0
+    assert [s.token_ids.tolist() for s in sequences] == [continued([at] * 4, 44) for at in range(3)]
+
+
+def test_behind_a_window_only_what_it_shows_must_be_found() -> None:
+    """The beginning of an earlier sequence was given up for others; its end still holds all that a longer one needs."""
+    lines = scheduler(blocks=14, window=8)
+    cache = Cache(lines, 8)
+    first = make(4, 44, arrival=1)
+    lines.add(first)
+    while advance(lines, cache) is not None:
+        pass
+    text = first.token_ids.tolist()
+    taken = lines.pool.take_many(8)
+    assert lines.pool.find(first.chain[0]) is None
+    second = make([*text, 5, 6], 50, arrival=2)
+    lines.add(second)
+    lines.schedule()
+    assert second.cached_tokens == 40, "of 43 tokens that were computed ten blocks are full"
+    assert (second.unseen, lines.pool.used) == (8, 8 + 4)
+    lines.remove(second)
+    lines.pool.give_back(taken)
+    assert lines.pool.used == 0
 
 
 @pytest.mark.parametrize(

@@ -64,7 +64,7 @@ class TorchAttention(AttentionBackend):
     """`cache`: [layers, 2, num_blocks, block_size, kv_heads, head_dim], keys at 0 and values at 1 of the second axis.
 
     scale: of scores, None = 1 / sqrt(head_dim). windows: per layer how many tokens each token sees, itself included,
-    None = all; () = all in every layer. Blocks that a window has left stay in the cache.
+    None = all; () = all in every layer.
     """
 
     def __init__(
