@@ -13,13 +13,15 @@ from typing import Any, TypeVar
 
 import pytest
 import torch
+from torch.distributed import Store  # type: ignore[attr-defined]
 
 from tllm_core.contracts.interfaces import EngineContext
-from tllm_core.engines.tp.comm import Alone, Group, segment
+from tllm_core.engines.tp.comm import Alone, Group, nccl, segment
 from tllm_core.engines.tp.comm import connect as connecting
 from tllm_core.engines.tp.comm.agree import least, texts, together
 from tllm_core.engines.tp.comm.connect import connect
 from tllm_core.engines.tp.comm.gloo import GlooGroup
+from tllm_core.engines.tp.comm.nccl import NcclGroup
 from tllm_core.engines.tp.comm.shm import ShmGroup
 from tllm_core.engines.tp.spec import TpSettings
 from tllm_core.errors import ConfigError, ControlError
@@ -137,6 +139,55 @@ def test_thousands_of_mixed_calls_at_different_speeds_stay_in_step(groups: list[
     sums = [size * step + size * (size - 1) / 2 for step in range(rounds)]
     assert others == [sums] * (size - 1)
     assert first == [(2 * size - 3) * total + size * (size - 1) for total in sums]
+
+
+class OnGpu(torch.Tensor):
+    """One that says so."""
+
+    is_cuda = True  # type: ignore[assignment]
+
+
+class InPlaceOfNccl:
+    """Another of torch's backends, which have the same methods and are as strict about their arguments."""
+
+    def __init__(self, store: Store, rank: int, size: int) -> None:
+        self.gloo = GlooGroup(store, rank, size, "127.0.0.1")._gloo
+        self.calls: list[str] = []
+
+    def __getattr__(self, name: str) -> Any:
+        self.calls.append(name)
+        return (lambda: None) if name == "abort" else getattr(self.gloo, name)
+
+
+def test_what_is_on_gpus_goes_over_nccl_and_the_rest_over_sockets(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    monkeypatch.setattr(nccl, "_nccl", InPlaceOfNccl)
+    settings = TpSettings(tensor_parallel_size=3)
+    with closing(socket.create_server(("127.0.0.1", 0))) as store:
+        found = each(3, lambda rank: connect(Context(rank, 3, store), settings, torch.device("cuda", rank)))
+    groups = [group for group in found if isinstance(group, NcclGroup)]
+    backends: list[InPlaceOfNccl] = [group._nccl for group in groups]
+    parts = [torch.arange(6.0).view(2, 3) + rank for rank in range(3)]
+
+    def work(group: NcclGroup) -> None:
+        own = parts[group.rank]
+        mine = own.clone().as_subclass(OnGpu)
+        assert group.all_reduce(mine) is mine
+        assert torch.equal(mine, sum(parts, torch.zeros(2, 3)))
+        for x in (own.as_subclass(OnGpu), own):
+            beside = group.gather(x)
+            assert beside is None if group.rank else torch.equal(beside, torch.cat(parts, dim=1))
+        assert torch.equal(group.all_reduce(own.t()), sum(parts, torch.zeros(2, 3)).t())
+        assert least(group, 9 - group.rank) == 7
+
+    each(3, lambda rank: work(groups[rank]))
+    for group, backend in zip(groups, backends, strict=True):
+        assert backend.calls == ["allreduce", "gather"]
+        group.close()
+        group.close()
+        assert backend.calls[2:] == ["abort"]
+        with pytest.raises(RuntimeError, match="is closed"):
+            group.all_reduce(parts[0].as_subclass(OnGpu))
 
 
 @pytest.mark.skipif("shm" not in KINDS, reason="shared memory is for 64-bit x86")

@@ -3,9 +3,12 @@
 Each test is run where there is a CUDA device and FlashInfer, and skipped with the reason elsewhere.
 """
 
+import os
+import signal
+import socket
 from array import array
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +21,15 @@ from tests.tp.flashinfer_layer import HEAD_DIM, run_once, shape_of
 from tests.tp.flashinfer_runs import Alone, error, generate, parted, prompts, save_model
 from tests.tp.reference import VOCAB, reference
 from tests.tp.test_tp_attention import batches
+from tests.tp.test_tp_comm import Context, each
 from tests.tp.test_tp_flashinfer import FAMILIES, ROUNDING
-from tllm_core import GenerationExecutor, SamplingParams
+from tllm_core import EngineDeadError, GenerationExecutor, SamplingParams
 from tllm_core.engines.tp.attention import AttentionMetadata
 from tllm_core.engines.tp.attention.flashinfer import FlashInferAttention
 from tllm_core.engines.tp.batch import ScheduledBatch
+from tllm_core.engines.tp.comm.agree import least
+from tllm_core.engines.tp.comm.connect import connect
+from tllm_core.engines.tp.comm.nccl import NcclGroup
 from tllm_core.engines.tp.engine import TpEngine
 from tllm_core.engines.tp.ops.flashinfer import FlashInferOps
 from tllm_core.engines.tp.ops.torch import TorchOps
@@ -198,26 +205,96 @@ def test_batch_invariant_attention_has_the_same_bits_alone_and_together(flashinf
         assert torch.equal(run(chunks, others), whole)
 
 
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
-@pytest.mark.parametrize("graphs", [False, True], ids=["eager", "graphs"])
-def test_two_ranks_generate_what_one_does(small_dir: Path, flashinfer: Any, graphs: bool) -> None:
+# ------------------------------------------------------------------------------------------------- several ranks
+
+GPUS = torch.cuda.device_count()
+two_gpus = pytest.mark.skipif(
+    GPUS < 2, reason=f"needs two CUDA devices, and torch finds {GPUS}: ranks over NCCL stay unchecked here"
+)
+
+
+@contextmanager
+def world(directory: Path, ranks: int, **options: Any) -> Iterator[GenerationExecutor]:
+    own = {"model": str(directory), "dtype": "bfloat16", "device": "cuda", "num_blocks": 64}
+    with GenerationExecutor.create(
+        engine="tp", engine_options={**own, "tensor_parallel_size": ranks, **options}
+    ) as executor:
+        yield executor
+
+
+@two_gpus
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_ranks_sum_gather_and_speak_over_nccl(dtype: torch.dtype) -> None:
+    devices = [torch.device("cuda", rank) for rank in range(2)]
+    settings = TpSettings(tensor_parallel_size=2, device="cuda")
+    with closing(socket.create_server(("127.0.0.1", 0))) as store:
+        groups = each(2, lambda rank: connect(Context(rank, 2, store), settings, devices[rank]))
+    assert [type(group) for group in groups] == [NcclGroup, NcclGroup]
+    parts = [(torch.arange(3 * 5000).view(3, 5000) % 7 + rank).to(dtype) for rank in range(2)]
+
+    def work(rank: int) -> list[torch.Tensor | None]:
+        group, mine = groups[rank], parts[rank].to(devices[rank])
+        found = [
+            group.gather(mine),
+            group.all_reduce(mine.clone()),
+            group.all_reduce(mine.t()),
+            group.gather(parts[rank]),
+        ]
+        assert group.broadcast(None if rank else array("i", [7, 8])) == array("i", [7, 8])
+        assert least(group, 5 - rank) == 4
+        return [None if x is None else x.cpu() for x in found]
+
+    for _ in range(3):
+        first, other = each(2, work)
+        total, beside = parts[0] + parts[1], torch.cat(parts, dim=1)
+        for x, expected in zip(first, (beside, total, total.t(), beside), strict=True):
+            assert x is not None
+            assert torch.equal(x, expected)
+        for x, expected in zip(other, (None, total, total.t(), None), strict=True):
+            assert x is expected is None or torch.equal(x, expected)
+    for group in groups:
+        group.close()
+        group.close()
+
+
+@two_gpus
+@pytest.mark.parametrize(
+    ("attention", "graphs"),
+    [("torch", False), ("flashinfer", False), ("flashinfer", True)],
+    ids=["torch", "eager", "graphs"],
+)
+def test_two_ranks_generate_what_one_does(small_dir: Path, attention: str, graphs: bool) -> None:
+    if attention == "flashinfer":
+        pytest.importorskip("flashinfer")
     requests, sampling = prompts(6, seed=6), SamplingParams(max_tokens=12, ignore_eos=True)
     found = []
     for ranks in (1, 2):
-        options = {
-            "model": str(small_dir),
-            "dtype": "bfloat16",
-            "device": "cuda",
-            "num_blocks": 64,
-            "attention": "flashinfer",
-            "cuda_graphs": graphs,
-            "tensor_parallel_size": ranks,
-        }
-        with GenerationExecutor.create(engine="tp", engine_options=options) as executor:
+        with world(small_dir, ranks, attention=attention, cuda_graphs=graphs) as executor:
+            assert len(executor.health().ranks) == ranks
             results = executor.generate(requests, sampling)
             assert isinstance(results, list)
             found.append([list(result.outputs[0].token_ids) for result in results])
-    # Sums over ranks round otherwise, so that a few may part at near ties; most are equal to their ends.
-    equal = sum(one == two for one, two in zip(*found, strict=True))
-    assert equal >= len(requests) // 2
-    assert all(one[:2] == two[:2] for one, two in zip(*found, strict=True))
+            executor.control("sleep", 1)
+            executor.control("wakeup")
+            again = executor.generate(requests, sampling)
+            assert isinstance(again, list)
+            found.append([list(result.outputs[0].token_ids) for result in again])
+    one, *others = found
+    for other in others:
+        # Sums over ranks round otherwise, so that a few may part at near ties; most are equal to their ends.
+        assert sum(a == b for a, b in zip(one, other, strict=True)) >= len(requests) // 2
+        assert all(a[:2] == b[:2] for a, b in zip(one, other, strict=True))
+
+
+@two_gpus
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_is_killed_is_named_though_the_other_waits_in_nccl(small_dir: Path, rank: int) -> None:
+    with world(small_dir, 2, attention="torch", max_num_seqs=1) as executor:
+        long = SamplingParams(max_tokens=200, ignore_eos=True)
+        results = [executor.generate_async(prompt, long) for prompt in prompts(20, longest=10)]
+        next(results[0])
+        os.kill(executor.health().ranks[rank].pid, signal.SIGKILL)
+        for result in results:
+            with pytest.raises(EngineDeadError, match=f"engine rank {rank} was killed by SIGKILL") as caught:
+                result.result(60)
+            assert caught.value.root_cause.rank == rank

@@ -38,6 +38,8 @@ class NcclGroup(GlooGroup):
         return torch.cat(parts, dim=1) if parts else None
 
     def close(self) -> None:
+        if self._nccl is not None:
+            self._nccl.abort()  # whatever else it has waits for peers, which may be gone
         self._nccl = None
         super().close()
 
