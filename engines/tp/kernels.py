@@ -60,17 +60,7 @@ class TorchKernels(Kernels):
         self._attention = InvariantAttention if batch_invariant else TorchAttention
 
     def attention(self, shape: AttentionShape) -> AttentionBackend:
-        return self._attention(
-            num_layers=shape.num_layers,
-            num_blocks=shape.num_blocks,
-            block_size=shape.block_size,
-            num_kv_heads=shape.num_kv_heads,
-            head_dim=shape.head_dim,
-            dtype=shape.dtype,
-            device=shape.device,
-            scale=shape.scale,
-            windows=shape.windows,
-        )
+        return self._attention(shape)
 
 
 class FlashInferKernels(Kernels):

@@ -16,6 +16,7 @@ from tllm_core.engines.tp.invariant import whole_threads
 from tllm_core.engines.tp.kernels import choose
 from tllm_core.engines.tp.memory import available_bytes, give_back
 from tllm_core.engines.tp.models.decoder import Decoder
+from tllm_core.engines.tp.models.loader import Loader
 from tllm_core.engines.tp.models.shard import Shard, shard_of
 from tllm_core.engines.tp.prepare import resolve
 from tllm_core.engines.tp.profiling import Profiling
@@ -77,16 +78,8 @@ class Runner:
         self, directory: Path, device: torch.device, progress: Callable[[float], None] = lambda done: None
     ) -> Decoder:
         with Checkpoint(directory) as checkpoint:
-            model = Decoder(
-                self.config,
-                checkpoint,
-                group=self.group,
-                ops=self._kernels.ops,
-                dtype=self._dtype(),
-                device=device,
-                max_positions=self.max_seq_len,
-                progress=progress,
-            )
+            loader = Loader(self.config, checkpoint, self.group, self._kernels.ops, self._dtype(), device)
+            model = Decoder(loader, self.max_seq_len, progress)
         if self.settings.batch_invariant:
             model.compute_in_blocks()
         return model

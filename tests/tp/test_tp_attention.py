@@ -1,14 +1,13 @@
 """The index tensors of a batch, and attention over pages against attention over what was never paged."""
 
 from array import array
-from collections.abc import Sequence
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tllm_core.engines.tp.attention import AttentionMetadata
+from tllm_core.engines.tp.attention import AttentionMetadata, AttentionShape
 from tllm_core.engines.tp.attention.torch import TorchAttention, group_by_length
 from tllm_core.engines.tp.batch import ScheduledBatch
 
@@ -98,7 +97,7 @@ def test_paged_attention_equals_attention_over_each_sequence_alone(
 ) -> None:
     batch, block_size = case
     torch.manual_seed(seed)
-    attention = _backend(batch, block_size, windows=[window], scale=scale)
+    attention = _backend(batch, block_size, windows=(window,), scale=scale)
     metadata = AttentionMetadata.of(batch, block_size)
     lengths = metadata.seq_lens.tolist()
     keys, values = ([torch.randn(length, KV_HEADS, HEAD_DIM) for length in lengths] for _ in range(2))
@@ -134,15 +133,7 @@ def test_a_long_sequence_among_short_ones_is_computed_apart() -> None:
 
 
 def test_what_another_sequence_left_in_a_page_is_not_seen() -> None:
-    attention = TorchAttention(
-        num_layers=1,
-        num_blocks=2,
-        block_size=4,
-        num_kv_heads=KV_HEADS,
-        head_dim=HEAD_DIM,
-        dtype=torch.float32,
-        device=torch.device("cpu"),
-    )
+    attention = TorchAttention(_shape(num_blocks=2, block_size=4))
     attention.cache.fill_(1e4)
     batch = ScheduledBatch(
         token_ids=array("i", [1]), query_lens=[1], context_lens=[0], block_tables=[[1]], logits_rows=[0]
@@ -163,7 +154,7 @@ def test_a_page_that_the_window_has_left_is_not_read() -> None:
         block_tables=[[0, 1, 2], [3, 4, 5]],
         logits_rows=[0],
     )
-    attention = _backend(batch, 4, windows=[4, None])
+    attention = _backend(batch, 4, windows=(4, None))
     attention.cache[:, :, [0, 3]] = float("nan")
     attention.plan(AttentionMetadata.of(batch, 4))
     for layer, finite in ((0, True), (1, False)):
@@ -173,15 +164,7 @@ def test_a_page_that_the_window_has_left_is_not_read() -> None:
 
 
 def test_blocks_are_copied_in_all_layers_as_if_all_were_read_first() -> None:
-    backend = TorchAttention(
-        num_layers=2,
-        num_blocks=5,
-        block_size=2,
-        num_kv_heads=KV_HEADS,
-        head_dim=HEAD_DIM,
-        dtype=torch.float32,
-        device=torch.device("cpu"),
-    )
+    backend = TorchAttention(_shape(num_blocks=5, block_size=2, windows=(None, None)))
     backend.cache.copy_(torch.randn(backend.cache.shape))
     before = backend.cache.clone()
     backend.copy([0, 1, 3], [1, 2, 3])
@@ -189,18 +172,26 @@ def test_blocks_are_copied_in_all_layers_as_if_all_were_read_first() -> None:
 
 
 def _backend(
-    batch: ScheduledBatch, block_size: int, windows: Sequence[int | None] = (None,), scale: float | None = None
+    batch: ScheduledBatch, block_size: int, windows: tuple[int | None, ...] = (None,), scale: float | None = None
 ) -> TorchAttention:
-    return TorchAttention(
+    blocks = max((block for table in batch.block_tables for block in table), default=0) + 1
+    return TorchAttention(_shape(blocks, block_size, windows, scale))
+
+
+def _shape(
+    num_blocks: int, block_size: int, windows: tuple[int | None, ...] = (None,), scale: float | None = None
+) -> AttentionShape:
+    return AttentionShape(
         num_layers=len(windows),
-        windows=windows,
-        scale=scale,
-        num_blocks=max((block for table in batch.block_tables for block in table), default=0) + 1,
+        num_blocks=num_blocks,
         block_size=block_size,
+        num_heads=HEADS,
         num_kv_heads=KV_HEADS,
         head_dim=HEAD_DIM,
         dtype=torch.float32,
         device=torch.device("cpu"),
+        scale=scale,
+        windows=windows,
     )
 
 

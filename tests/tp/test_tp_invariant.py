@@ -10,7 +10,7 @@ import torch
 
 from tests.tp.conftest import LIMIT, VOCAB
 from tests.tp.test_tp_guided import Bench
-from tllm_core.engines.tp.attention import AttentionMetadata
+from tllm_core.engines.tp.attention import AttentionMetadata, AttentionShape
 from tllm_core.engines.tp.attention.invariant import InvariantAttention
 from tllm_core.engines.tp.attention.torch import TorchAttention
 from tllm_core.engines.tp.batch import ScheduledBatch
@@ -97,10 +97,11 @@ class Attend:
     """One sequence through one attention backend with two layers, the second with a window."""
 
     def __init__(self, kind: type[TorchAttention], length: int, dtype: torch.dtype) -> None:
-        self.attention = kind(
+        shape = AttentionShape(
             num_layers=2,
             num_blocks=64,
             block_size=BLOCK,
+            num_heads=6,
             num_kv_heads=2,
             head_dim=16,
             dtype=dtype,
@@ -108,6 +109,7 @@ class Attend:
             scale=0.3,
             windows=(None, 100),
         )
+        self.attention = kind(shape)
         generator = torch.Generator().manual_seed(3)
         self.q, self.k, self.v = (torch.randn(length, heads, 16, generator=generator).to(dtype) for heads in (6, 2, 2))
         self.table = random.Random(1).sample(range(64), -(-length // BLOCK))

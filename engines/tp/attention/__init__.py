@@ -32,6 +32,11 @@ class AttentionShape(Struct, frozen=True, kw_only=True):
     max_rows: int = 1
     max_pages: int = 1
 
+    @property
+    def layer_windows(self) -> tuple[int | None, ...]:
+        """One per layer."""
+        return self.windows or (None,) * self.num_layers
+
 
 class AttentionBackend(ABC):
     """Causal attention over a paged KV cache. Per step: one `plan`, then per layer `write_kv` and `run`, in that order."""

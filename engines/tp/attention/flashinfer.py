@@ -70,7 +70,7 @@ class FlashInferAttention(CapturableAttention):
         blocks = (shape.num_blocks + 1, shape.block_size, shape.num_kv_heads, shape.head_dim)
         self.cache = torch.zeros((shape.num_layers, 2, *blocks), dtype=self._kv_dtype, device=shape.device)
         self._layers = [(layer[0], layer[1]) for layer in self.cache]
-        self._windows = shape.windows or (None,) * shape.num_layers
+        self._windows = shape.layer_windows
         self._kernels, self._invariant = kernels, batch_invariant
         self._fixed: dict[str, Any] = {
             "num_qo_heads": shape.num_heads,

@@ -33,7 +33,7 @@ class _Piece:
 
 
 class InvariantAttention(TorchAttention):
-    """The same cache as TorchAttention's; see there for its settings."""
+    """The same cache as TorchAttention's."""
 
     def plan(self, metadata: AttentionMetadata) -> None:
         device = self.cache.device

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F  # noqa: N812 - everybody's name for it
 
-from tllm_core.engines.tp.attention import AttentionBackend
+from tllm_core.engines.tp.attention import AttentionBackend, AttentionShape
 from tllm_core.engines.tp.attention.metadata import AttentionMetadata
 
 _SPLIT_PAGES = 32
@@ -61,34 +61,19 @@ class _Plan:
 
 
 class TorchAttention(AttentionBackend):
-    """`cache`: [layers, 2, num_blocks, block_size, kv_heads, head_dim], keys at 0 and values at 1 of the second axis.
+    """`cache`: [layers, 2, num_blocks, block_size, kv_heads, head_dim], keys at 0 and values at 1 of the second axis."""
 
-    scale: of scores, None = 1 / sqrt(head_dim). windows: per layer how many tokens each token sees, itself included,
-    None = all; () = all in every layer.
-    """
-
-    def __init__(
-        self,
-        *,
-        num_layers: int,
-        num_blocks: int,
-        block_size: int,
-        num_kv_heads: int,
-        head_dim: int,
-        dtype: torch.dtype,
-        device: torch.device,
-        scale: float | None = None,
-        windows: Sequence[int | None] = (),
-    ) -> None:
+    def __init__(self, shape: AttentionShape) -> None:
+        rows = (shape.num_kv_heads, shape.head_dim)
+        blocks = (shape.num_blocks, shape.block_size, *rows)
         # Zeros, not empty: rows that were never written are multiplied by a weight of zero, and NaN * 0 is NaN.
-        self.cache = _zeros((num_layers, 2, num_blocks, block_size, num_kv_heads, head_dim), dtype, device)
-        self._rows = [layer.view(2, num_blocks * block_size, num_kv_heads, head_dim) for layer in self.cache]
-        self._pages = [layer.view(2 * num_blocks, -1) for layer in self.cache]
-        self._buffer = torch.empty(0, dtype=dtype, device=device)
+        self.cache = _zeros((shape.num_layers, 2, *blocks), shape.dtype, shape.device)
+        self._rows = [layer.view(2, shape.num_blocks * shape.block_size, *rows) for layer in self.cache]
+        self._pages = [layer.view(2 * shape.num_blocks, -1) for layer in self.cache]
+        self._buffer = torch.empty(0, dtype=shape.dtype, device=shape.device)
         self._new_kv: tuple[torch.Tensor, torch.Tensor] | None = None
-        self._slots = torch.empty(0, dtype=torch.int64, device=device)
-        self._scale = scale
-        self._windows = tuple(windows) or (None,) * num_layers
+        self._slots = torch.empty(0, dtype=torch.int64, device=shape.device)
+        self._scale, self._windows = shape.scale, shape.layer_windows
         self._plans: dict[int | None, _Plan] = {}
         self._num_decodes = 0
 

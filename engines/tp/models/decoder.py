@@ -7,13 +7,10 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - everybody's name for it
 
 from tllm_core.engines.tp.attention import AttentionBackend
-from tllm_core.engines.tp.comm import Group
-from tllm_core.engines.tp.config import ModelConfig
 from tllm_core.engines.tp.linear import Linear, RowParallel
 from tllm_core.engines.tp.models.loader import Loader
-from tllm_core.engines.tp.ops import Norm, Ops, Rotation
+from tllm_core.engines.tp.ops import Norm, Rotation
 from tllm_core.engines.tp.rope import rope_table
-from tllm_core.engines.tp.weights import Checkpoint
 
 
 class Layer:
@@ -100,35 +97,23 @@ class Decoder:
     """A decoder with rotary positions, RMS norms, gated MLPs and grouped-query attention: one rank's part of it."""
 
     def __init__(
-        self,
-        config: ModelConfig,
-        checkpoint: Checkpoint,
-        *,
-        group: Group,
-        ops: Ops,
-        dtype: torch.dtype,
-        device: torch.device,
-        max_positions: int,
-        progress: Callable[[float], None] = lambda done: None,
+        self, loader: Loader, max_positions: int, progress: Callable[[float], None] = lambda done: None
     ) -> None:
-        """Loads. `dtype` is what weights are rounded to; see `arithmetic_dtype` for what they are computed in.
-
-        `progress` is given the share that is loaded. Raises ModelError as Checkpoint does, ConfigError as `shard_of`.
-        """
-        loader = Loader(config, checkpoint, group, ops, dtype, device)
+        """Loads; `progress` is given the share that is loaded. Raises ModelError as Checkpoint does."""
+        config, device = loader.config, loader.device
         self.config, self.shard = config, loader.shard
         self.dtype = loader.arithmetic
-        self._group, self._ops = group, ops
+        self._group, self._ops = loader.group, loader.ops
         self.layers: list[Layer] = []
         for index in range(config.num_layers):
             self.layers.append(Layer(loader, index))
             progress((index + 1) / (config.num_layers + 1))
         self.norm = loader.norm(config.names.norm, config.hidden_size)
         self.head = loader.head()
-        shared = config.tie_word_embeddings and not self.head.packed and self.head.weight.dtype == dtype
+        shared = config.tie_word_embeddings and not self.head.packed and self.head.weight.dtype == loader.dtype
         self._embedding = None if shared else loader.embedding()
         # Rounded as the weights are: what the model was trained with.
-        self._scale = torch.tensor(config.embedding_scale, dtype=dtype).item()
+        self._scale = torch.tensor(config.embedding_scale, dtype=loader.dtype).item()
         ropes = [config.rope] if config.local_rope is None else [config.rope, config.local_rope]
         self.ropes = [rope_table(rope, config.head_dim, max_positions).to(device) for rope in ropes]
         progress(1.0)

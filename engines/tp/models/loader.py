@@ -11,7 +11,8 @@ from tllm_core.engines.tp.weights import Checkpoint, Piece
 
 
 class Loader:
-    """Reads what one rank computes with. `dtype` is what weights are rounded to, `arithmetic` what they are held in.
+    """Reads what one rank computes with. `dtype` is what weights are rounded to, `arithmetic` what they are held and computed
+    in; see `arithmetic_dtype`.
 
     Its methods raise ModelError as Checkpoint does.
     """
