@@ -256,10 +256,13 @@ class Worker:
         self._link.end(outbox.session, reason)
 
     def _take(self, session: int, command: UpMessage) -> None:
+        if isinstance(command, Stop):
+            self._stopping = True
+            return
         outbox = self._outboxes.get(session)
         if outbox is None:
-            if isinstance(command, Goodbye):
-                return
+            if session not in self._link.sessions:
+                return  # it was given up while the pulse held what it had said
             outbox = self._outboxes[session] = Outbox(session, self._link.send)
         match command:
             case Submit():
@@ -270,8 +273,6 @@ class Worker:
                 self._control(outbox, command)
             case Goodbye():
                 self._leave(session)
-            case Stop():
-                self._stopping = True
             case Introduce() if session not in self._forget_process:
                 self._forget_process[session] = self._watch(command, partial(self._notice, session))
 

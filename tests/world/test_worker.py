@@ -46,6 +46,11 @@ class ListLink:
         self.patience = []
         self.woken = threading.Event()
 
+    @property
+    def sessions(self):
+        """All that a script names, but for those that were given up."""
+        return [session for session in range(1 << 8) if session not in self.ended]
+
     def receive(self, timeout):
         self.patience.append(timeout)
         if timeout is None or timeout > 0:
@@ -378,6 +383,20 @@ def test_a_frontend_that_does_not_read_is_expelled_and_its_requests_aborted(sett
     assert link.tokens(2) == expected_tokens([1, 2, 3], 20)
     assert_nothing_is_left(worker, engine)
     assert worker._dirty == {}
+
+
+def test_what_an_expelled_frontend_had_said_begins_nothing():
+    """The pulse had read it in the step after which the session was given up."""
+    clock, link = Clock(), ListLink()
+
+    def later():
+        clock.now += 0.5
+
+    link.script += [fill(link, 0), [submit(1, max_tokens=900)], *[later] * 8, [submit(2, max_tokens=900)]]
+    worker, engine = work(link, settings=WorkerSettings(stall_after_s=2.0), clock=clock)
+    assert list(link.ended) == [0]
+    assert_nothing_is_left(worker, engine)
+    assert worker._outboxes == {}
 
 
 def test_a_batch_beyond_the_frame_limit_is_split():
