@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import Any
 
 import msgspec
 
 from tllm_core.contracts.messages import EngineInfo, GenerationRequest, SamplingParams, TokenIds
+from tllm_core.contracts.requests import check_request
 from tllm_core.errors import RequestError
 
 ALWAYS = frozenset({"max_tokens", "skip_special_tokens"})
@@ -51,6 +51,7 @@ class Checks:
 
     def check(self, request: GenerationRequest) -> None:
         """Raises RequestError, which names the field, for whatever the engine could not serve."""
+        check_request(request)
         sampling, info = request.sampling, self._info
         if sampling is not self._good or sampling.best_of is not None:
             sampling.check(streaming=request.streaming)
@@ -61,11 +62,6 @@ class Checks:
         _check_supported(request, _REQUEST_FIELDS, info)
         _check_prompt(request.prompt_token_ids, info)
         _check_length(len(request.prompt_token_ids), sampling.max_tokens, info)
-        timeout_s = request.timeout_s
-        if timeout_s is not None and (type(timeout_s) not in (int, float) or not 0 < timeout_s < math.inf):
-            raise RequestError(f"timeout_s must be a positive number of seconds, not {timeout_s!r}", field="timeout_s")
-        if type(request.priority) is not int:
-            raise RequestError(f"priority must be an integer, not {request.priority!r}", field="priority")
 
 
 def _check_supported(struct: msgspec.Struct, fields: tuple[tuple[str, Any], ...], info: EngineInfo) -> None:

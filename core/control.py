@@ -8,10 +8,14 @@ from typing import Literal
 import msgspec
 
 from tllm_core.contracts.messages import EngineInfo, IterationStats, KvEvents, Plain
+from tllm_core.contracts.plain import objection
+from tllm_core.contracts.values import seconds, shown
 from tllm_core.errors import ControlError
 from tllm_core.frontend import Frontend
 from tllm_core.ledger.ledger import Call
 from tllm_core.ledger.waiting import Deadline, ThreadWaiter, async_waiter
+
+MAX_RANK = 2**31 - 1
 
 
 class ControlCalls:
@@ -28,10 +32,12 @@ class ControlCalls:
     ) -> list[Plain]:
         """Calls one of `info.controls` on the engine's ranks, in order with requests; one value per rank.
 
-        Raises ControlError if it failed, was refused or did not answer within `timeout` seconds; EngineDeadError at once.
+        Raises ControlError if it failed, was refused or did not answer within `timeout` seconds (None = wait for ever), and
+        for arguments that are no plain data; EngineDeadError at once.
         """
-        call = self._call(method, args, ranks, timeout)
-        waiter, deadline = ThreadWaiter(), Deadline(timeout)
+        wait_s = seconds(timeout, ControlError)
+        call = self._call(method, args, ranks, wait_s)
+        waiter, deadline = ThreadWaiter(), Deadline(wait_s)
         call.waiters.append(waiter)
         while call.outcome is None:
             if not waiter.wait(deadline.left()) and self._frontend.ledger.withdraw_call(call.call_id):
@@ -55,10 +61,12 @@ class ControlCalls:
         self, method: str, args: Sequence[Plain], ranks: Literal["all"] | Sequence[int], timeout: float | None = None
     ) -> Call:
         self._check_process()
+        if (problem := objection(args)) is not None:
+            raise ControlError(f"an argument of {shown(method)} {problem}")
         if method != "stats" and method not in self.info.controls:
             known = ", ".join(sorted({"stats", *self.info.controls}))
             raise ControlError(f"the engine of {self.info.model!r} has no control method {method!r}; it has: {known}")
-        return self._frontend.call(method, args, None if ranks == "all" else tuple(ranks), timeout)
+        return self._frontend.call(method, args, _ranks(ranks), timeout)
 
     def stats(self, timeout: float | None = 10.0) -> IterationStats:
         """The engine's own numbers."""
@@ -91,6 +99,15 @@ class ControlCalls:
     def _check_process(self) -> None:
         """Raises ExecutorClosedError in a process that the executor's own was forked to."""
         raise NotImplementedError
+
+
+def _ranks(ranks: object) -> tuple[int, ...] | None:
+    """None = all. Which of them there are is the engine's to say."""
+    if isinstance(ranks, str) and ranks == "all":
+        return None
+    if isinstance(ranks, Sequence) and all(type(rank) is int and 0 <= rank <= MAX_RANK for rank in ranks):
+        return tuple(ranks)
+    raise ControlError(f'ranks must be "all" or a list of rank numbers, not {shown(ranks)}')
 
 
 def _values(call: Call) -> list[Plain]:

@@ -18,17 +18,17 @@ from tllm_core.contracts.messages import (
     Plain,
     TokenIds,
 )
+from tllm_core.contracts.values import seconds
 from tllm_core.control import ControlCalls
 from tllm_core.errors import (
     Cause,
     ConfigError,
     EngineDeadError,
-    ExecutorClosedError,
     Overloaded,
     TllmError,
     TransportError,
 )
-from tllm_core.frontend import Frontend
+from tllm_core.frontend import Frontend, foreign
 from tllm_core.health import Health, health_of
 from tllm_core.ledger.result import GenerationResult
 from tllm_core.plan import OnPhase, Plan, ticket_for, wait_ready
@@ -41,6 +41,8 @@ Prompt = TokenIds | Sequence[int]
 SHUTDOWN_S = 180.0
 OPEN_S = 30.0
 """How long an engine that said Ready may take to answer Hello."""
+MAX_BOUND_S = 1e6
+"""Twelve days: poll(2) counts milliseconds in 32 bits."""
 
 
 class GenerationExecutor(ControlCalls):
@@ -137,6 +139,7 @@ class GenerationExecutor(ControlCalls):
         engine answered. Raises ConfigError for a file that can't or must not be used, Refused for another wire version,
         EngineDeadError where its processes are gone, TransportError where nobody answers within `timeout` seconds.
         """
+        timeout = _bounded(timeout, ConfigError)
         path = path or load_settings(config).attach.file
         if path is None:
             raise ConfigError("no attach file is given; pass its path, or set attach.file in the config file")
@@ -178,12 +181,14 @@ class GenerationExecutor(ControlCalls):
 
     def wait_ended(self, timeout: float | None = None) -> bool:
         """Blocks until the engine is lost or the executor is shut down; False after `timeout` seconds. `health()` says why."""
-        return self._frontend.ended.wait(timeout)
+        self._check_process()
+        return self._frontend.ended.wait(seconds(timeout))
 
     def wait_world_ended(self, timeout: float | None = None) -> bool:
         """As `wait_ended`, for whoever owns the engine: a lane to it that is lost, as over a broker that stays away, does not end
         it, and others may still attach. `world_failure` says why it ended."""
-        return self._frontend.world_ended.wait(timeout)
+        self._check_process()
+        return self._frontend.world_ended.wait(seconds(timeout))
 
     # ------------------------------------------------------------------------------------------------------ submit
 
@@ -268,6 +273,7 @@ class GenerationExecutor(ControlCalls):
 
     def abort_all(self) -> None:
         """Ends every request of this executor."""
+        self._check_process()
         for client_id in self._frontend.ledger.open_ids():
             self.abort(client_id)
 
@@ -277,7 +283,7 @@ class GenerationExecutor(ControlCalls):
 
     def health(self) -> Health:
         """What is known now: alive, reachable, getting on. Never raises or blocks; see `Health` for what each field means."""
-        return health_of(self._frontend, None if os.getpid() == self._pid else _foreign())
+        return health_of(self._frontend, None if os.getpid() == self._pid else foreign())
 
     @property
     def world_failure(self) -> EngineDeadError | None:
@@ -321,8 +327,9 @@ class GenerationExecutor(ControlCalls):
         a dead one). Idempotent, from any thread."""
         if os.getpid() != self._pid:
             return
+        wait_s = SHUTDOWN_S if timeout is None else _bounded(timeout)
         self._mark_attach_files()
-        if self._frontend.close(SHUTDOWN_S if timeout is None else timeout):
+        if self._frontend.close(wait_s):
             self._plan.hooks.stopped(self)
 
     def _mark_attach_files(self) -> None:
@@ -342,7 +349,7 @@ class GenerationExecutor(ControlCalls):
 
     def _check_process(self) -> None:
         if os.getpid() != self._pid:
-            raise _foreign()
+            raise foreign()
 
     def __repr__(self) -> str:
         return f"GenerationExecutor({self._plan.summary()}, {self.health().state})"
@@ -377,5 +384,7 @@ def _overrides(choices: Mapping[str, tuple[str | None, Mapping[str, Any] | None]
     return overrides
 
 
-def _foreign() -> ExecutorClosedError:
-    return ExecutorClosedError("this executor belongs to the process that this one was forked from; create one here")
+def _bounded(timeout: float, error: type[Exception] = ValueError) -> float:
+    """Seconds that any clock and system call can count. Raises `error` for what is no such number."""
+    wait_s = seconds(timeout, error)
+    return MAX_BOUND_S if wait_s is None else min(wait_s, MAX_BOUND_S)

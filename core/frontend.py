@@ -11,6 +11,7 @@ import logging
 import os
 import threading
 import time
+import weakref
 from collections.abc import Sequence
 
 from tllm_core.contracts.interfaces import Beaten, Exited, Failed, Identified, Identity, World, WorldEvent
@@ -31,9 +32,11 @@ from tllm_core.contracts.messages import (
 from tllm_core.errors import (
     BrokerLost,
     Cause,
+    ControlError,
     EngineDeadError,
     ExecutorClosedError,
     PortClosed,
+    RequestError,
     TllmError,
     TransportError,
 )
@@ -49,6 +52,8 @@ log = logging.getLogger("tllm_core")
 
 TICK_S = 0.1
 """How long the receive thread sleeps at most: results that were garbage collected are aborted within it."""
+UNSENDABLE = (TypeError, ValueError, OverflowError, RecursionError)
+"""What a value makes the codec raise that no check foresaw."""
 DRAIN_S = 0.05
 QUIET_S = 0.005
 DEAD_SHUTDOWN_S = 5.0
@@ -94,6 +99,7 @@ class Frontend:
         self._threads = [threading.Thread(target=self._receive_loop, name="tllm-receive", daemon=True)]
         if world is not None:
             self._threads.append(threading.Thread(target=self._watch_loop, name="tllm-world", daemon=True))
+        _HERE.add(self)
 
     def start(self) -> None:
         for thread in self._threads:
@@ -110,9 +116,11 @@ class Frontend:
         box = self.ledger.register(client_id, request.sampling.n)
         try:
             self.link.send(Submit(client_id, request))
-        except BaseException:
+        except BaseException as error:
             if not self.ledger.withdraw(client_id):
                 self._raise_closed()
+            if isinstance(error, UNSENDABLE):
+                raise RequestError(f"the request can't cross a process boundary: {error}") from error
             raise
         return box
 
@@ -130,8 +138,10 @@ class Frontend:
         call = self.ledger.register_call(self._call_ids.draw())
         try:
             self.link.send(Control(call.call_id, method, args, ranks, timeout_s))
-        except BaseException:
+        except BaseException as error:
             self.ledger.withdraw_call(call.call_id)
+            if isinstance(error, UNSENDABLE):
+                raise ControlError(f"the call of {method!r} can't cross a process boundary: {error}") from error
             raise
         return call
 
@@ -358,3 +368,20 @@ class Frontend:
     @property
     def verdict(self) -> TllmError | None:
         return self._verdict
+
+
+def foreign() -> ExecutorClosedError:
+    """What everything of an executor raises in a process that its own was forked to."""
+    return ExecutorClosedError("this executor belongs to the process that this one was forked from; create one here")
+
+
+_HERE: weakref.WeakSet[Frontend] = weakref.WeakSet()
+
+
+def _disown_all() -> None:
+    """Results that a child inherits would else wait for a thread that is not there."""
+    for frontend in list(_HERE):
+        frontend.ledger.disown(foreign())
+
+
+os.register_at_fork(after_in_child=_disown_all)

@@ -7,7 +7,7 @@ from msgspec.structs import force_setattr
 
 from tllm_core.contracts.guided import GuidedDecoding as GuidedDecoding
 from tllm_core.contracts.tokens import MAX_TOKEN_ID
-from tllm_core.contracts.values import check_bias, check_float, check_ids, check_int, check_strings
+from tllm_core.contracts.values import check_bias, check_float, check_ids, check_int, check_strings, shown
 from tllm_core.errors import RequestError
 
 
@@ -78,7 +78,7 @@ class SamplingParams(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             check_float(name, getattr(self, name), low, high, open_low)
         for name in ("include_stop_str_in_output", "ignore_eos", "skip_special_tokens"):
             if type(getattr(self, name)) is not bool:
-                raise RequestError(f"{name} must be true or false, not {getattr(self, name)!r}", field=name)
+                raise RequestError(f"{name} must be true or false, not {shown(getattr(self, name))}", field=name)
         check_strings("stop", self.stop)
         check_strings("bad_words", self.bad_words)
         check_ids("stop_token_ids", self.stop_token_ids)
@@ -101,7 +101,7 @@ class SamplingParams(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
                 )
         if not isinstance(self.bad_token_sequences, tuple):
             raise RequestError(
-                f"bad_token_sequences must be sequences of token ids, not {self.bad_token_sequences!r}",
+                f"bad_token_sequences must be sequences of token ids, not {shown(self.bad_token_sequences)}",
                 field="bad_token_sequences",
             )
         for run in self.bad_token_sequences:
@@ -110,7 +110,7 @@ class SamplingParams(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
                 raise RequestError("bad_token_sequences has an empty one", field="bad_token_sequences")
         if self.guided is not None:
             if not isinstance(self.guided, GuidedDecoding):
-                raise RequestError(f"guided must be a GuidedDecoding, not {self.guided!r}", field="guided")
+                raise RequestError(f"guided must be a GuidedDecoding, not {shown(self.guided)}", field="guided")
             self.guided.check()
 
     def _check_best_of(self, streaming: bool) -> None:

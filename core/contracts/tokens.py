@@ -8,6 +8,8 @@ from typing import Self, overload
 from tllm_core.errors import RequestError
 
 MAX_TOKEN_ID = 2**31 - 1
+_BYTES = frozenset("Bbc")
+"""Formats of buffers that are text or binary data, and not token ids."""
 
 
 class TokenIds:
@@ -30,20 +32,23 @@ class TokenIds:
     def of(cls, values: "TokenIds | Iterable[int]", field: str = "prompt_token_ids") -> Self:
         """Snapshots `values`: any iterable of ints, or a 1-D int32 buffer (numpy, array, torch through numpy).
 
-        Raises RequestError for anything that is no flat sequence of token ids in [0, 2^31).
+        Raises RequestError for anything that is no flat sequence of token ids in [0, 2^31), also for all kinds of bytes.
         """
         if isinstance(values, cls):
             return values
-        if isinstance(values, str | bytes):
+        if (buffer := _buffer_format(values)) in _BYTES or isinstance(values, str | bytes):
             raise RequestError(f"{field} must be token ids, not {type(values).__name__}; LLM takes text", field=field)
         if isinstance(values, list | tuple) and bool in set(map(type, values)):
             raise RequestError(f"{field} has a bool, which is no token id", field=field)
         try:
-            ids = array("i", _int32_bytes(values)) if _is_int32_buffer(values) else array("i", values)
+            ids = array("i", _int32_bytes(values)) if buffer == "i" else array("i", values)
         except OverflowError:
             raise RequestError(f"{field} has a token id outside [0, {MAX_TOKEN_ID}]", field=field) from None
         except TypeError:
             raise RequestError(f"{field} must be a flat sequence of integer token ids", field=field) from None
+        except Exception as error:  # of the caller's own iterator or __index__
+            problem = f"{type(error).__name__}: {error}"
+            raise RequestError(f"{field} can't be read as token ids: {problem}", field=field) from error
         if ids and min(ids) < 0:
             raise RequestError(f"{field} has the negative token id {min(ids)}", field=field)
         if sys.byteorder != "little":
@@ -79,12 +84,13 @@ class TokenIds:
         return f"TokenIds([{shown}], length={len(self)})"
 
 
-def _is_int32_buffer(values: object) -> bool:
+def _buffer_format(values: object) -> str | None:
+    """The item format of a flat buffer, as in `struct`; None for anything else."""
     try:
         view = memoryview(values)  # type: ignore[arg-type]
-    except TypeError:
-        return False
-    return view.format == "i" and view.ndim == 1
+    except (TypeError, ValueError, BufferError):
+        return None
+    return view.format if view.ndim == 1 else None
 
 
 def _int32_bytes(values: object) -> bytes:

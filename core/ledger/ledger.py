@@ -277,18 +277,25 @@ class Ledger:
             self._calls.clear()
         return effects
 
+    def disown(self, error: TllmError) -> None:
+        """In a process that this one's was forked to, where nothing is delivered any more: ends everything that is open with
+        `error`. Wakes nobody, for who waited was another thread, and those are not here; neither is who held the lock.
+        """
+        self._lock = threading.Lock()
+        self.sweep(error)
+
     @property
     def closed(self) -> Outcome | None:
         """What it was swept with."""
         return self._closed
 
     def _settle(self, box: Mailbox, outcome: Outcome, effects: Effects) -> None:
-        del self._open[box.client_id]
         if outcome.error is None:
             reason = FINISH_REASONS[ABORT] if outcome is ABORTED else None
             box.rows.extend(Finish(index, reason, None) for index in sorted(box.open))
         box.open.clear()
         box.outcome = outcome
+        del self._open[box.client_id]  # after its outcome: a fork in between has either the one or the other to go by
         take(box.waiters, effects.woken)
         take(box.final_waiters, effects.woken)
         effects.settled.append((box.client_id, outcome.reason))

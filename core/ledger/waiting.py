@@ -8,9 +8,8 @@ import threading
 import time
 from collections.abc import Iterable
 
+from tllm_core.contracts.values import MAX_WAIT_S, seconds
 from tllm_core.ledger.ledger import Waiter
-
-MAX_WAIT_S = threading.TIMEOUT_MAX
 
 
 def wake_all(waiters: Iterable[Waiter]) -> int:
@@ -70,12 +69,13 @@ class ThreadWaiter:
 
 
 class Deadline:
-    """One budget for all steps of a wait; `timeout` in seconds, None = without end."""
+    """One budget for all steps of a wait; `timeout` in seconds, None = without end. Raises ValueError as `seconds` does."""
 
     __slots__ = ("_at",)
 
     def __init__(self, timeout: float | None) -> None:
-        self._at = None if timeout is None else time.monotonic() + timeout
+        wait_s = seconds(timeout)
+        self._at = None if wait_s is None else time.monotonic() + wait_s
 
     def left(self) -> float | None:
         return None if self._at is None else self._at - time.monotonic()

@@ -6,6 +6,7 @@ import tempfile
 
 SIZE = 24
 FOREVER_NS = 2**63
+FOREVER_S = 2**32
 
 
 def create_shared() -> int:
@@ -49,7 +50,7 @@ class Progress(Unread):
         words[1] = busy
 
     def excuse(self, until: float) -> None:
-        self._words[2] = min(int(min(until, 2**32) * 1e9), FOREVER_NS)
+        self._words[2] = max(0, int(until * 1e9)) if until < FOREVER_S else FOREVER_NS
 
     def read(self, now: float) -> tuple[int, bool]:
         """The steps, and whether work is pending that has no excuse at `now`."""

@@ -19,8 +19,8 @@ from tllm_core.contracts.interfaces import Engine
 from tllm_core.contracts.messages import (
     Abort,
     Control,
+    ControlReply,
     EngineInfo,
-    EngineRequest,
     ErrorReport,
     Goodbye,
     Introduce,
@@ -30,11 +30,13 @@ from tllm_core.contracts.messages import (
     Submit,
     UpMessage,
 )
+from tllm_core.contracts.values import seconds
 from tllm_core.errors import RequestError, TransportError
 from tllm_core.wire.link import EngineLink
 from tllm_core.world.budget import ErrorBudget
 from tllm_core.world.calls import Calls
 from tllm_core.world.deadlines import Deadlines
+from tllm_core.world.intake import checked
 from tllm_core.world.outbox import Outbox
 from tllm_core.world.pulse import Pulse
 from tllm_core.world.words import obituary_of
@@ -274,7 +276,14 @@ class Worker:
             case Goodbye():
                 self._leave(session)
             case Introduce() if session not in self._forget_process:
-                self._forget_process[session] = self._watch(command, partial(self._notice, session))
+                self._introduce(session, command)
+
+    def _introduce(self, session: int, who: Introduce) -> None:
+        """A number that is no process's is not believed, and no more: the silence of such a frontend tells."""
+        try:
+            self._forget_process[session] = self._watch(who, partial(self._notice, session))
+        except (ValueError, OverflowError, OSError):
+            self.counters["odd_introductions"] += 1
 
     def _notice(self, session: int) -> None:
         """The process behind a session has ended. From any thread."""
@@ -293,26 +302,18 @@ class Worker:
             self.counters["duplicate_client_ids"] += 1
             return
         request_id = next(self._ids)
-        timeout_s = request.timeout_s
-        if timeout_s is not None:
-            self._deadlines.add(request_id, self._clock() + timeout_s)
+        try:
+            wanted = checked(request_id, request)
+        except RequestError as error:
+            self._report(outbox, client_id, ErrorReport(str(error), error.field))
+            return
+        if request.timeout_s is not None:
+            self._deadlines.add(request_id, self._clock() + request.timeout_s)
         n = request.sampling.n
         self._entries[request_id] = Entry(outbox, client_id, n, set() if n > 1 else None)
         outbox.requests[client_id] = request_id
         try:
-            # Frontends check too, but a value that one of them let through must not become the engine's death.
-            request.sampling.check(streaming=request.streaming)
-            self._engine.submit(
-                EngineRequest(
-                    request_id=request_id,
-                    prompt_token_ids=request.prompt_token_ids,
-                    sampling=request.sampling,
-                    priority=request.priority,
-                    cache_salt=request.cache_salt,
-                    trace_context=request.trace_context,
-                    extra=request.extra,
-                )
-            )
+            self._engine.submit(wanted)
         except RequestError as error:
             self._forget(request_id, self._entries[request_id])
             self._report(outbox, client_id, ErrorReport(str(error), error.field))
@@ -352,11 +353,16 @@ class Worker:
         self._dirty[entry.outbox.session] = entry.outbox
 
     def _control(self, outbox: Outbox, command: Control) -> None:
+        self._dirty[outbox.session] = outbox
+        try:
+            wait_s = seconds(command.timeout_s)
+        except ValueError as error:
+            outbox.reply(ControlReply(command.call_id, error=str(error)))
+            return
         # Until the caller gives up, an engine that does what it was asked to is not hung.
-        self._excuse(math.inf if command.timeout_s is None else self._clock() + command.timeout_s)
+        self._excuse(math.inf if wait_s is None else self._clock() + wait_s)
         outbox.reply(self._calls.answer(command))
         self._excuse(0.0)
-        self._dirty[outbox.session] = outbox
 
     def _count(self) -> Mapping[str, int]:
         return {"sessions": len(self._outboxes), "requests": len(self._entries), **self.counters, **self._link.counters}

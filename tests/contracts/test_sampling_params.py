@@ -26,6 +26,15 @@ BAD: list[tuple[str, Any, str]] = [
     ("stop_token_ids", [1.5], "integers, not 1.5"),
     ("bad_words", [""], "non-empty"),
     ("bad_words", [7], "non-empty"),
+    ("bad_words", ["a", "\ud800"], "surrogate"),
+    ("stop", "\ud800", "surrogate"),
+    ("temperature", 10**400, r"in \[0.0, 100.0\], not 1000"),
+    ("temperature", -(10**400), r"in \[0.0, 100.0\]"),
+    ("temperature", 10**5000, "not this int"),
+    ("top_p", math.nan, "not nan"),
+    ("top_p", 0, r"in \(0.0, 1.0\]"),
+    ("seed", 10**5000, "not this int"),
+    ("max_tokens", 10**5000, "not this int"),
     ("bad_token_sequences", [[]], "an empty one"),
     ("bad_token_sequences", [[1], 7], "not 7"),
     ("bad_token_sequences", [[1, -1]], "not -1"),
@@ -46,14 +55,16 @@ BAD: list[tuple[str, Any, str]] = [
     ("guided", {"choice": ["a" * 200_000, "b" * 200_000]}, "400000 characters"),
     ("guided", {"json": "{"}, "not valid JSON"),
     ("guided", {"json": "[]"}, "not list"),
-    ("guided", {"json": "true"}, "not bool"),
+    ("guided", {"json": "5"}, "not int"),
+    ("guided", {"json": 0}, "text"),
+    ("guided", {"json": False, "regex": "a"}, "not json and regex"),
     ("guided", {"json": "[" * 100_000}, "not valid JSON"),
     ("guided", {"json_object": 1}, "true or false"),
     ("guided", {"regex": "a", "whitespace": None}, "true or false"),
 ]
 
 
-@pytest.mark.parametrize(("field", "value", "words"), BAD)
+@pytest.mark.parametrize(("field", "value", "words"), BAD, ids=[f"{field}-{words[:20]}" for field, _, words in BAD])
 def test_bad_values_are_refused_by_the_fields_name(field: str, value: Any, words: str) -> None:
     with pytest.raises(RequestError, match=words) as caught:
         SamplingParams(**{field: value}).check()
@@ -98,6 +109,13 @@ def test_what_callers_have_becomes_what_cannot_change() -> None:
     assert params.bad_words == ("word",)
     assert params.guided == GuidedDecoding(choice=("a",))
     assert dict(params.largest_ids()) == {"logit_bias": 6, "allowed_token_ids": 4, "bad_token_sequences": 3}
+
+
+def test_a_schema_may_be_true_or_false() -> None:
+    for schema, text in ((True, "true"), (False, "false")):
+        guided = GuidedDecoding(json=schema)  # type: ignore[arg-type]
+        guided.check()
+        assert guided.json == text
 
 
 def test_a_schema_may_be_given_as_a_mapping() -> None:

@@ -5,6 +5,7 @@ import gc
 import os
 import signal
 import threading
+from array import array
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -18,6 +19,7 @@ from tllm_core import (
     EngineStartError,
     ExecutorClosedError,
     GenerationExecutor,
+    GuidedDecoding,
     RequestError,
     SamplingParams,
 )
@@ -171,6 +173,137 @@ def test_bad_input_is_refused_here_by_name(
     assert caught.value.field == field
     assert len(executor._frontend.ledger) == 0
     assert executor.check_health()
+
+
+def short(value: object) -> str:
+    return value if isinstance(value, str) and value.isidentifier() else type(value).__name__
+
+
+SELF_REFERRING: list[Any] = []
+SELF_REFERRING.append(SELF_REFERRING)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        *(("timeout_s", value) for value in (0, -1.0, True, "1", 10**400, 10**30, float("nan"), float("inf"))),
+        *(("priority", value) for value in (2**70, -(2**63) - 1, 10**5000, 1.0, None)),
+        *(("cache_salt", value) for value in (5, b"salt", "\ud800")),
+        *(("trace_context", value) for value in ("x", {"a": 1}, {1: "a"}, {"\ud800": "a"}, [])),
+        *(("extra", value) for value in (5, [], {1: 2}, {"a": object()}, {"a": {"b": {0: 1}}}, {"a": "\ud800"})),
+        *(("extra", {"a": value}) for value in (2**64, -(2**63) - 1, {1, 2}, SELF_REFERRING)),
+        *(("streaming", value) for value in (5, None)),
+    ],
+    ids=short,
+)
+def test_a_field_of_a_wrong_type_is_refused_here_by_name(executor: GenerationExecutor, field: str, value: Any) -> None:
+    with pytest.raises(RequestError, match=f"^{field} ") as caught:
+        executor.generate_async([1], SamplingParams(max_tokens=1), **{field: value})
+    assert caught.value.field == field
+    assert len(str(caught.value)) < 400
+    assert len(executor._frontend.ledger) == 0
+    assert executor.check_health()
+
+
+def test_plain_data_of_every_kind_arrives(executor: GenerationExecutor) -> None:
+    tag: Any = [None, True, -(2**63), 2**64 - 1, 0.5, "é", b"\x00\xff", [1, [2]], {"a": {"": []}}]
+    assert executor.control("ping", *tag, (1, 2))[0][:-1] == tag
+
+
+@pytest.mark.parametrize("value", [object(), 2**64, "\ud800", {1: 2}, SELF_REFERRING, {1}], ids=short)
+def test_an_argument_that_cannot_be_sent_is_refused_here(executor: GenerationExecutor, value: Any) -> None:
+    with pytest.raises(ControlError, match=r"^an argument of 'ping' has "):
+        executor.control("ping", 1, [value])
+    with pytest.raises(ControlError, match=r"^an argument of 'ping' has "):
+        asyncio.run(executor.acontrol("ping", value))
+    assert executor.control("ping", 1)[0] == [1]
+
+
+@pytest.mark.parametrize("ranks", [5, "some", [0.5], [-1], [2**70], [True], None])
+def test_ranks_that_are_none_are_refused_here(executor: GenerationExecutor, ranks: Any) -> None:
+    with pytest.raises(ControlError, match="ranks must be"):
+        executor.control("ping", ranks=ranks)
+
+
+NO_TIMES = [float("nan"), -1e9, -1e18, -float("inf"), -1, "x", True, -(10**400)]
+FOR_EVER = [float("inf"), 1e300, 10**400, None]
+
+
+@pytest.mark.parametrize("timeout", NO_TIMES, ids=short)
+def test_a_timeout_that_is_no_time_is_refused_here(executor: GenerationExecutor, timeout: Any) -> None:
+    words = "timeout must be a number of seconds, 0 or more, or None, not"
+    with pytest.raises(ControlError, match=words):
+        executor.control("stats", timeout=timeout)
+    with pytest.raises(ControlError, match=words):
+        executor.stats(timeout=timeout)
+    result = executor.generate_async([1], SamplingParams(max_tokens=1))
+    with pytest.raises(ValueError, match=words):
+        result.result(timeout=timeout)
+    for wait in (executor.wait_ended, executor.wait_world_ended, executor.shutdown):
+        with pytest.raises(ValueError, match=words):
+            wait(timeout=timeout)
+    assert result.result(30).outputs[0].length == 1
+    assert executor.check_health()
+
+
+@pytest.mark.parametrize("timeout", FOR_EVER, ids=short)
+def test_an_enormous_timeout_waits_for_ever(executor: GenerationExecutor, timeout: Any) -> None:
+    executor.control("stats", timeout=timeout)
+    assert executor.stats(timeout=timeout).running == 0
+    result = executor.generate_async([1], SamplingParams(max_tokens=1))
+    assert result.result(timeout=timeout).outputs[0].length == 1
+
+
+def test_a_shutdown_may_have_all_the_time_there_is(pair: Any) -> None:
+    executor = make(pair)
+    executor.shutdown(timeout=float("inf"))
+    assert executor.wait_ended(timeout=10**400)
+
+
+def test_an_answer_that_nobody_could_check_is_still_the_requests_error(executor: GenerationExecutor) -> None:
+    """A subclass of str that the codec does not know."""
+
+    class Text(str):
+        __slots__ = ()
+
+    params = SamplingParams(max_tokens=1, guided=GuidedDecoding(regex=Text("a")))
+    with pytest.raises(RequestError):
+        executor.generate_async([1], params)
+    assert executor.generate([1], SamplingParams(max_tokens=1)).outputs[0].length == 1  # type: ignore[union-attr]
+
+
+class OddIndex:
+    def __index__(self) -> int:
+        raise KeyError("odd")
+
+
+@pytest.mark.parametrize(
+    "prompt",
+    [
+        b"abc",
+        bytearray(b"abc"),
+        bytearray(b"abcd"),
+        memoryview(b"ab"),
+        memoryview(b"ab").cast("b"),
+        memoryview(b"ab").cast("c"),
+        array("B", [1, 2]),
+        [OddIndex()],
+        (1 // number for number in (1, 0)),
+    ],
+    ids=short,
+)
+def test_bytes_and_what_cannot_be_read_are_no_prompt(executor: GenerationExecutor, prompt: Any) -> None:
+    with pytest.raises(RequestError) as caught:
+        executor.generate_async(prompt, SamplingParams(max_tokens=1))
+    assert caught.value.field == "prompt_token_ids"
+
+
+@pytest.mark.parametrize("kind", "ilqhI")
+def test_integer_buffers_are_token_ids(executor: GenerationExecutor, kind: str) -> None:
+    ids = array(kind, [1, 2, 3])
+    for prompt in (ids, memoryview(ids)):
+        result = executor.generate_async(prompt, SamplingParams(max_tokens=2)).result(30)  # type: ignore[arg-type]
+        assert result.outputs[0].token_ids == expected_tokens([1, 2, 3], 2)
 
 
 @pytest.mark.parametrize("prompts", [None, 5, {"prompt": [1]}, b"\x01", "text", [None], [[1], "text"]])

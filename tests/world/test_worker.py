@@ -1,12 +1,14 @@
 """The worker with the echo engine and a link that is a pair of lists."""
 
+import math
+import os
 import threading
 from collections import Counter, deque
 
 import pytest
 from msgspec import convert
 
-from tllm_core.contracts.interfaces import EngineContext
+from tllm_core.contracts.interfaces import EngineContext, Identity
 from tllm_core.contracts.messages import (
     FINISH_REASONS,
     Abort,
@@ -26,7 +28,9 @@ from tllm_core.contracts.messages import (
 from tllm_core.engines.echo import EchoSettings, expected_tokens
 from tllm_core.engines.echo.engine import EchoEngine
 from tllm_core.errors import FrameTooLarge
+from tllm_core.world.progress import Progress, create_shared
 from tllm_core.world.rows import rows_of
+from tllm_core.world.vigil import Vigil
 from tllm_core.world.worker import Worker, WorkerSettings, unwatched
 
 
@@ -129,16 +133,26 @@ class Clock:
 
 
 def submit(client_id, prompt=(1, 2, 3), session=0, timeout_s=None, extra=None, **sampling):
-    request = GenerationRequest(
-        prompt_token_ids=TokenIds.of(prompt), sampling=SamplingParams(**sampling), timeout_s=timeout_s, extra=extra
-    )
-    return (session, Submit(client_id, request))
+    return odd(client_id, prompt, session, timeout_s=timeout_s, extra=extra, sampling=SamplingParams(**sampling))
 
 
-def work(link, settings=WorkerSettings(), clock=None, watch=unwatched, **engine_settings):  # noqa: B008
+def odd(client_id, prompt=(1, 2, 3), session=0, **fields):
+    return (session, Submit(client_id, GenerationRequest(prompt_token_ids=TokenIds.of(prompt), **fields)))
+
+
+def work(
+    link,
+    settings=WorkerSettings(),  # noqa: B008
+    clock=None,
+    watch=unwatched,
+    excuse=lambda until: None,
+    **engine_settings,
+):
     engine = EchoEngine(convert(engine_settings, EchoSettings))
     context = Context()
-    worker = Worker(engine, link, engine.start(context), settings=settings, watch=watch, clock=clock or Clock())
+    worker = Worker(
+        engine, link, engine.start(context), settings=settings, watch=watch, excuse=excuse, clock=clock or Clock()
+    )
     context.worker = worker
     try:
         worker.run()
@@ -257,9 +271,86 @@ def test_a_deadline_wakes_an_idle_loop():
 
 
 def test_a_spent_budget_times_out_at_once():
-    link = ListLink([submit(1, timeout_s=0.0)])
-    work(link)
+    clock = Clock()
+    clock.now = 1e6
+    link = ListLink([submit(1, timeout_s=1e-12)])
+    work(link, clock=clock)
     assert link.finishes() == [(1, 0, "timeout")]
+
+
+def short(value):
+    return value if isinstance(value, str) and value.isidentifier() else type(value).__name__
+
+
+SELF_REFERRING = {}
+SELF_REFERRING["me"] = SELF_REFERRING
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        *(("timeout_s", value) for value in (math.nan, math.inf, -1.0, 0, 10**400, 10**30, "soon")),
+        *(("priority", value) for value in (2**70, -(2**70), 10**5000, 0.5)),
+        *(("cache_salt", value) for value in (5, "\ud800")),
+        *(("trace_context", value) for value in ("x", {"a": 1}, {"a": "\udfff"})),
+        *(("extra", value) for value in (5, {1: 2}, {"a": object()}, {"a": 2**64}, SELF_REFERRING)),
+        ("streaming", None),
+        ("sampling", None),
+    ],
+    ids=short,
+)
+def test_whatever_a_frontend_lets_through_is_its_requests_error_alone(field, value):
+    link = ListLink([odd(1, **{field: value}), submit(2, max_tokens=2)], "idle")
+    worker, engine = work(link)
+    assert link.errors()[1].field == field
+    assert link.tokens(2) == expected_tokens([1, 2, 3], 2)
+    assert_nothing_is_left(worker, engine)
+
+
+@pytest.fixture
+def progress():
+    fd = create_shared()
+    progress = Progress(fd)
+    yield progress
+    progress.close()
+    os.close(fd)
+
+
+@pytest.mark.parametrize("timeout_s", [math.nan, -1e9, -1e18, -math.inf, -1, "x"], ids=repr)
+def test_a_call_with_a_wrong_timeout_is_refused_alone(progress, timeout_s):
+    calls = [(0, Control(1, "ping", (), None, timeout_s)), (5, Control(2, "ping"))]
+    link = ListLink(calls, [submit(1, max_tokens=1)])
+    work(link, excuse=progress.excuse)
+    refused, answered = link.of(ControlReply)
+    assert "timeout must be a number of seconds, 0 or more" in refused.error
+    assert answered.values == [[]]
+    assert link.finishes() == [(1, 0, "length")]
+
+
+@pytest.mark.parametrize("timeout_s", [math.inf, 1e300, 10**400, 0, 0.5, None], ids=short)
+def test_any_other_timeout_is_an_excuse_for_as_long(progress, timeout_s):
+    """At most for ever, which is what the watcher reads."""
+    seen = []
+
+    def excuse(until):
+        progress.excuse(until)
+        progress.note(1, True)
+        seen.append(progress.read(1e6)[1])
+
+    link = ListLink([(0, Control(1, "ping", (), None, timeout_s))])
+    work(link, excuse=excuse)
+    assert link.of(ControlReply)[0].error is None
+    assert seen == [timeout_s in (0, 0.5), True]
+
+
+def test_a_process_number_that_is_none_is_not_believed():
+    def watch(who, then):
+        return Vigil().watch(Identity(-1, who.pid, who.start_time), then)
+
+    link = ListLink([(0, Introduce("here", 2**70, 0)), (5, Introduce("here", -(2**40), 1)), submit(1, max_tokens=1)])
+    worker, _ = work(link, watch=watch)
+    assert worker.counters["odd_introductions"] == 2
+    assert link.finishes() == [(1, 0, "length")]
 
 
 def test_controls_are_answered_in_words():
