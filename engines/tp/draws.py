@@ -21,6 +21,14 @@ from tllm_core.engines.tp.sequence import Sequence
 _NUCLEUS_WIDTHS = (128, 4096)
 """How many of the likeliest tokens are looked at for top-p, before all are."""
 
+_COLDEST = torch.finfo(torch.float32).tiny
+"""Below it, what is divided by a temperature may be divided by 0."""
+
+
+def is_drawn(sampling: SamplingParams) -> bool:
+    """Else the likeliest token is taken, which is also what a draw comes to as the temperature falls."""
+    return sampling.temperature >= _COLDEST
+
 
 class Workspace:
     """Memory that is used again in every step: fresh pages cost more than the arithmetic in them."""

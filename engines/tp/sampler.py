@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 
 from tllm_core.contracts.messages import TokenLogprobs
-from tllm_core.engines.tp.draws import Draws, Workspace
+from tllm_core.engines.tp.draws import Draws, Workspace, is_drawn
 from tllm_core.engines.tp.guided.masks import GuidedRows
 from tllm_core.engines.tp.logprobs import token_logprobs
 from tllm_core.engines.tp.offsets import OffsetRows
@@ -99,7 +99,7 @@ class _Rows:
             self.steps_left = (
                 self._penalties.room if self.steps_left < 0 else min(self.steps_left, self._penalties.room)
             )
-        if drawn := [row for row, sampling in enumerate(params) if sampling.temperature > 0]:
+        if drawn := [row for row, sampling in enumerate(params) if is_drawn(sampling)]:
             self.draws = Draws(drawn, sequences, device)
 
     def _take_rules(self, sequences: list[Sequence], vocab: int) -> None:

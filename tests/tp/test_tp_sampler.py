@@ -242,6 +242,30 @@ def test_tiny_and_huge_temperatures_stay_finite() -> None:
     assert tokens[1] != FAILED
 
 
+@pytest.mark.parametrize("temperature", [5e-324, 1e-300, 1e-45, 1.4e-45, 1e-38, 1.1e-38])
+def test_a_temperature_that_underflows_is_greedy(temperature: float) -> None:
+    """Also among equals, where the first is taken."""
+    logits = torch.tensor([[0.0, 1e-40, 2e-40, -5.0] * 16, [3.0, 7.0, 7.0, 1.0] * 16])
+    expected = largest(logits)[1].tolist()
+    assert expected == [2, 1]
+    for seed in range(20):
+        rows = [make([0], seed=seed, temperature=temperature, top_p=top_p, top_k=2, min_p=0.1) for top_p in (1.0, 0.5)]
+        assert Sampler(CPU).sample(logits.clone(), rows).token_ids == expected
+        warm = make([0], seed=seed, temperature=1.0)
+        assert Sampler(CPU).sample(logits.clone(), [warm, rows[1]]).token_ids[1] == expected[1]
+
+
+@pytest.mark.parametrize("temperature", [1.2e-38, 2e-38, 1e-37, 1e-30])
+def test_a_temperature_just_above_draws_among_the_equal_alone(temperature: float) -> None:
+    logits = torch.tensor([[3.0, 7.0, 7.0, 1.0] * 16])
+    drawn = {
+        Sampler(CPU).sample(logits.clone(), [make([0], seed=seed, temperature=temperature)]).token_ids[0]
+        for seed in range(40)
+    }
+    assert len(drawn) > 5
+    assert {token % 4 for token in drawn} == {1, 2}
+
+
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 @pytest.mark.parametrize(
     "params",
