@@ -286,6 +286,47 @@ def test_what_is_no_grammar_fails_its_request_alone(bench: Bench) -> None:
     assert len(bench.tokens(other)) == 6
 
 
+@pytest.mark.parametrize(
+    "guided",
+    [
+        {"regex": r"[^\s\S]"},
+        {"regex": r"a[^\s\S]"},
+        {"grammar": "start: start"},
+        {"grammar": "root ::= root"},
+        {"json": {"$ref": "#"}},
+        {"json": False},
+        {"json": " false "},
+    ],
+)
+def test_what_no_text_can_match_is_an_error_and_no_empty_answer(bench: Bench, guided: dict[str, Any]) -> None:
+    for _ in range(2):  # it is not kept as if it were one
+        request_id = bench.submit(guided=guided)
+        bench.run()
+        assert bench.error(request_id) == "the grammar can't be used: no text can match it"
+        assert bench.outputs[request_id][-1].error.field == "guided"  # type: ignore[union-attr]
+
+
+def test_a_dead_end_after_some_tokens_is_an_error(bench: Bench) -> None:
+    request_id = bench.submit(guided={"grammar": 'start: "a" x\nx: x'}, max_tokens=20)
+    bench.run()
+    assert "no text can match it" in bench.error(request_id)
+
+
+@pytest.mark.parametrize("guided", [{"regex": "()"}, {"grammar": 'root ::= ""'}, {"grammar": 'start: ""'}])
+def test_a_grammar_of_the_empty_text_alone_ends_at_once(bench: Bench, guided: dict[str, Any]) -> None:
+    assert bench.ask(guided=guided) == ""
+
+
+def test_true_is_the_schema_of_any_json(bench: Bench) -> None:
+    for schema in (True, "true"):
+        request_id = bench.submit(guided={"json": schema, "whitespace": False}, max_tokens=40, logit_bias={EOS: 50})
+        bench.run()
+        if bench.end(request_id) == "stop":
+            json.loads(bench.text(request_id).removesuffix("</s>"))
+        else:
+            assert bench.text(request_id)[0] in '{["-0123456789tfn'
+
+
 def test_steps_go_on_while_a_grammar_is_compiled(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     begun, go_on = threading.Event(), threading.Event()
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from tllm_core.contracts.messages import GuidedDecoding
-from tllm_core.engines.tp.guided.guide import Guide, Mask, words_of
+from tllm_core.engines.tp.guided.guide import NO_MATCH, Guide, Mask, words_of
 from tllm_core.errors import ModelError
 
 if TYPE_CHECKING:
@@ -56,11 +56,10 @@ def compile_grammar(vocabulary: LLTokenizer, guided: GuidedDecoding) -> Grammar:
     limits = LLParserLimits(max_lexer_states=_LEXER_STATES, verbose_errors=False)
     matcher = LLMatcher(vocabulary, _source(guided), log_level=0, limits=limits)
     first = np.zeros(-(-vocabulary.vocab_size // 32), dtype=np.uint32)
-    if not matcher.is_error():
-        # On a copy, so that a grammar that fails at its first token is still told by the same error.
-        matcher.deep_copy().unsafe_compute_mask_ptr(first.ctypes.data, first.nbytes)
-    if matcher.is_error():
-        raise ValueError(words_of(matcher))
+    if not (begun := matcher.deep_copy()).is_error():
+        begun.unsafe_compute_mask_ptr(first.ctypes.data, first.nbytes)
+    if begun.is_error():  # else the mask would allow nothing but the end, as if the answer were empty
+        raise ValueError(words_of(begun))
     return Grammar(matcher, first, vocabulary.eos_token)
 
 
@@ -74,6 +73,10 @@ def _source(guided: GuidedDecoding) -> str:
     if guided.grammar is not None:
         return grammar_from("grammar", guided.grammar)
     schema = '{"type": "object"}' if guided.json is None else guided.json
+    if isinstance(anything := json.loads(schema), bool):  # llguidance takes objects alone
+        if not anything:
+            raise ValueError(NO_MATCH)
+        schema = "{}"
     return LLMatcher.grammar_from_json_schema(schema, defaults={"whitespace_flexible": guided.whitespace})
 
 

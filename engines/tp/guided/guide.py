@@ -17,6 +17,10 @@ Mask = npt.NDArray[np.uint32]
 _SHARE_S, _CREDIT_S = 0.01, 0.25
 """CPU time for the mask of each token, and how far a sequence may be beyond it in all: others wait for it meanwhile."""
 
+NO_MATCH = "no text can match it"
+_DEAD_END = "NoExtensionBias"
+"""What llguidance says where no token can come, and the answer is not complete."""
+
 
 class Guide:
     """Follows the tokens of one sequence; neither preemption nor its row in a batch matters to it.
@@ -67,4 +71,5 @@ class Guide:
 
 def words_of(matcher: LLMatcher) -> str:
     """The matcher's error, without the state that may follow it."""
-    return matcher.get_error().split("\n<", 1)[0].strip()
+    error = matcher.get_error().split("\n<", 1)[0].strip()
+    return NO_MATCH if error == _DEAD_END else error
