@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Sequence
 
 from tllm_core.contracts.interfaces import Beaten, Exited, Failed, Identity, Port, World, WorldEvent
 from tllm_core.contracts.messages import DownMessage, Goodbye, Obituary, Plain
 from tllm_core.errors import PortClosed, TransportError
 from tllm_core.wire.link import FrontendLink
+from tllm_core.world.process import is_alive
 from tllm_core.world.vigil import Vigil
 
 WORDS_S = 0.05
@@ -18,7 +20,7 @@ WORDS_S = 0.05
 class AttachedWorld(World):
     """Beats, the obituary and the orderly end come over `link`, which is open; its `port` says whether the path works.
 
-    `processes`: name -> a process of this host, whose end is noticed also where nobody tells of it.
+    `processes`: name -> a process of this host, whose end is noticed also where nobody tells of it. The watcher's rank is -1.
     """
 
     owned = False
@@ -39,16 +41,32 @@ class AttachedWorld(World):
         try:
             messages = self._link.receive(timeout)
             if not messages and self._ended is not None:
-                messages = self._link.receive(WORDS_S)
+                messages = self._last_words()
         except PortClosed:
             return self._end(Exited(clean=True, message="this frontend has left"))
         beats = [Beaten(beat) for beat in self._link.take_beats()]
         if messages:
             return [*beats, *self._words(messages[0])]
         if self._ended is not None:
-            message = f"{self._ended} is gone"
+            message = f"{self._first_ended()} is gone"
             return [*beats, *self._end(Failed(message), Exited(False, message))]
         return beats
+
+    def _last_words(self) -> list[DownMessage]:
+        """The watcher's, within WORDS_S: the ends of further processes cut no wait short."""
+        messages = list[DownMessage]()
+        until = time.monotonic() + WORDS_S
+        while not messages and (left := until - time.monotonic()) > 0:
+            messages = self._link.receive(left)
+        return messages
+
+    def _first_ended(self) -> str | None:
+        """A watcher tells of every end but its own, which takes the ranks along: one that is gone and said nothing was first,
+        whichever end was noticed before."""
+        for name, identity in self._processes.items():
+            if identity.rank < 0 and not is_alive(identity):
+                return name
+        return self._ended
 
     def _words(self, message: DownMessage) -> list[WorldEvent]:
         if isinstance(message, Obituary):

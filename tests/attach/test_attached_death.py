@@ -111,6 +111,17 @@ def test_watcher_and_ranks_killed_together_are_noticed_without_a_word(own, attac
     assert words["at"] - killed_at < GENEROUS_S
 
 
+@pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGTERM, signal.SIGHUP])
+def test_a_killed_watcher_is_what_attached_frontends_hear_of(own, attach_process, signum):
+    """Whichever end is noticed first: the ranks go with it."""
+    owned = own(liveness="dead_after_s = 60")
+    processes = [attach_process(owned.path, first) for first in (1, 2, 3)]
+    for process in processes:
+        process.until("tokens")
+    os.kill(owned.content.watcher.pid, signum)
+    assert [death_of(process)["message"] for process in processes] == ["the engine's watcher is gone"] * 3
+
+
 def test_a_frontend_that_was_frozen_itself_declares_nobody_dead(own, attach_process, until):
     owned = own(liveness="dead_after_s = 0.5")
     process = attach_process(owned.path)
