@@ -58,7 +58,12 @@ def check_layer(settings_type: type[Struct], layer: Layer, prefix: KeyPath) -> N
 def fail(path: KeyPath, what: str, origin: str = "") -> Never:
     """Raises ConfigError: origin, dotted key, what is wrong."""
     key = ".".join(path).replace(".[", "[")
-    raise ConfigError(": ".join(part for part in (origin, key, what) if part))
+    raise ConfigError(": ".join(shortened(part) for part in (origin, key, what) if part))
+
+
+def shortened(text: str, word: int = 100) -> str:
+    """The text without the middle of words that nobody could read, and that would hide the rest."""
+    return re.sub(rf"[^\s/]{{{word + 1},}}", lambda found: f"{found[0][: word // 2]}...{found[0][-word // 4 :]}", text)
 
 
 def _plain(settings_type: type[Struct], value: Value, path: KeyPath, depth: int) -> Any:

@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 from msgspec import Struct
 
-from tllm_core.config.convert import check_layer, convert_layer, fail
+from tllm_core.config.convert import check_layer, convert_layer, fail, shortened
 from tllm_core.config.settings import (
     AttachSettings,
     Choice,
@@ -80,13 +80,16 @@ def _build(layers: Sequence[Layer], registry: Registry) -> Settings:
         _check_sections(layer)
     names = _names(layers)
     merged: Layer = {}
-    for layer in layers:
-        overlay(merged, _with_chosen_named(layer, names))
+    named = [_with_chosen_named(layer, names) for layer in layers]
+    for layer in named:
+        overlay(merged, layer)
     sections: dict[str, Any] = {name: _choice(merged, name, names[name].value, registry) for name in CHOICES}
     # The very object of the defaults is what nobody chose; an equal one that a program made is a choice.
     usual = {name: getattr(DEFAULTS, name) for name in CHOICES}
     sections |= {name: usual[name] for name in CHOICES if not names[name].origin and sections[name] == usual[name]}
     sections |= {name: _table(merged, name, registry) for name in (*TABLES, "plugins")}
+    for layer in named:
+        _check_hidden(layer, merged, names, registry)
     origins = {".".join(path): value.origin for path, value in merged.items()}
     origins |= {f"{section}.name": name.origin for section, name in names.items() if name.value and name.origin}
     return Settings(**sections, origins=origins)
@@ -107,11 +110,15 @@ def _names(layers: Sequence[Layer]) -> dict[str, Value]:
     names = {section: Value(None, "") for section in CHOICES}
     for layer in layers:
         names |= {section: layer[section, "name"] for section in CHOICES if (section, "name") in layer}
-    for section, name in names.items():
-        if name.origin and (not isinstance(name.value, str) or not name.value):
-            fail((section, "name"), 'must be a name or "module:Object"', name.origin)
+        for section in CHOICES:  # also of one that another layer goes before
+            _check_name(section, layer.get((section, "name")))
     names = {section: Value(name.value and str(name.value), name.origin) for section, name in names.items()}
     return names | _implied(names["transport"].value, names["launcher"].value)
+
+
+def _check_name(section: str, name: Value | None) -> None:
+    if name is not None and name.origin and (not isinstance(name.value, str) or not name.value):
+        fail((section, "name"), 'must be a name or "module:Object"', name.origin)
 
 
 def _implied(transport: str | None, launcher: str | None) -> dict[str, Value]:
@@ -175,6 +182,19 @@ def _check_other_table(section: str, name: str, table: Layer, registry: Registry
     check_layer(settings_type, table, (section, name))
 
 
+def _check_hidden(layer: Layer, merged: Layer, names: Mapping[str, Value], registry: Registry) -> None:
+    """What another layer goes before is not used, but a wrong type would show only on the day that it is."""
+    hidden = {path: value for path, value in layer.items() if merged.get(path) is not value}
+    for section, settings_type in TABLES.items():
+        if table := {path: value for path, value in hidden.items() if path[0] == section}:
+            check_layer(settings_type, table, (section,))
+    for section, name in names.items():
+        prefix = (section, str(name.value))
+        table = {path: value for path, value in hidden.items() if path[:2] == prefix and len(path) > 2}
+        if table and name.value is not None:
+            check_layer(_settings_type(section, str(name.value), registry, name), table, prefix)
+
+
 def _check_installed(path: KeyPath, value: Value, names: Sequence[str]) -> None:
     if path[1] not in names and ":" not in path[1]:
         known = f"{suggestion(path[1], [*names, CHOSEN])}; installed: {', '.join(names)}"
@@ -187,7 +207,7 @@ def _settings_type(section: str, name: str, registry: Registry, origin: Value | 
     except PluginError as error:
         if origin is None:
             raise
-        raise PluginError(f"{origin.origin}: {section}.name: {error}") from error
+        raise PluginError(shortened(f"{origin.origin}: {section}.name: {error}")) from error
     return found.settings_type  # type: ignore[no-any-return]
 
 
@@ -200,10 +220,21 @@ def _table(layer: Layer, section: str, registry: Registry) -> Struct:
         return convert_layer(TABLES[section], values, (section,))[0]
     options = {path: value for path, value in values.items() if len(path) > 2}
     enabled = convert_layer(_Enable, {path: values[path] for path in values if len(path) == 2}, (section,))[0].enable
+    _check_enabled(enabled, values.get((section, "enable")), registry)
     for path, value in options.items():
         if path[1] not in enabled:
             _check_installed(path, value, registry.names("plugin"))
     return PluginSettings(enabled, _plugin_options(options))
+
+
+def _check_enabled(names: Sequence[str], given: Value | None, registry: Registry) -> None:
+    """Raises PluginError for one that is not installed; whether it works is seen where it is loaded."""
+    for name in names:
+        try:
+            registry.origin("plugin", name)
+        except PluginError as error:
+            where = "" if given is None else f"{given.origin}: "
+            raise PluginError(shortened(f"{where}plugins.enable: {error}")) from error
 
 
 class _Enable(Struct, forbid_unknown_fields=True):

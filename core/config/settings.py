@@ -2,9 +2,11 @@
 
 from typing import Annotated
 
+import msgspec
 from msgspec import Meta, Struct, field
 
 from tllm_core.contracts.messages import Plain
+from tllm_core.errors import ConfigError
 from tllm_core.wire.liveness import LivenessSettings
 from tllm_core.wire.settings import WireSettings
 
@@ -37,17 +39,32 @@ class PluginSettings(Struct, frozen=True):
 
 
 class AttachSettings(Struct, frozen=True, forbid_unknown_fields=True):
-    """`[attach]`. file: the 0600 file with the address and key of a world that somebody else started; None = start one."""
+    """`[attach]`. file: the 0600 file with the address and key of a world that somebody else started; None = start one.
+
+    An empty text is None: it takes back what a file or the environment says.
+    """
 
     file: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.file == "":
+            msgspec.structs.force_setattr(self, "file", None)
 
 
 class FrontendsSettings(Struct, frozen=True, forbid_unknown_fields=True):
     """`[frontends]`: what `tllm worker` runs beside its engine. run: "module:function", called with an attached executor in
-    each of `count` processes; None = nothing. The worker ends once all of them have."""
+    each of `count` processes; None = nothing, as is an empty text. The worker ends once all of them have."""
 
     run: str | None = None
     count: Annotated[int, Meta(ge=1, le=1024)] = 1
+
+    def __post_init__(self) -> None:
+        if self.run == "":
+            msgspec.structs.force_setattr(self, "run", None)
+        elif self.run is not None:
+            module, colon, function = self.run.partition(":")
+            if not (colon and all(part.isidentifier() for part in (*module.split("."), function))):
+                raise ConfigError(f'run must be "module:function", not {self.run!r}')
 
 
 class Settings(Struct, frozen=True, kw_only=True):

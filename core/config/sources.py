@@ -1,5 +1,6 @@
 """Where values come from: a TOML file, the environment, keywords. Each becomes a flat layer of path -> value."""
 
+import codecs
 import os
 import stat
 import tomllib
@@ -40,7 +41,8 @@ def file_layer(path: Path) -> Layer:
     """What a TOML file sets; ConfigError names the file, and the line where the TOML is bad."""
     where = _shown(path)
     try:
-        return flatten(tomllib.loads(_read_regular(path).decode()), where)
+        # Some editors begin UTF-8 with a mark of it (a BOM), which TOML does not know.
+        return flatten(tomllib.loads(_read_regular(path).removeprefix(codecs.BOM_UTF8).decode()), where)
     except UnicodeDecodeError as error:
         raise ConfigError(f"{where}: not UTF-8 text, at byte {error.start}") from None
     except RecursionError:
@@ -96,7 +98,12 @@ def keyword_layer(overrides: Mapping[str, Any], origins: Mapping[str, str]) -> L
 
 
 def config_path(config: str | os.PathLike[str] | None, environ: Mapping[str, str], look_in_cwd: bool) -> Path | None:
-    """The file to read: `config`, else `$TLLM_CONFIG`, else `./tllm.toml` where `look_in_cwd` and it is there."""
+    """The file to read: `config`, else `$TLLM_CONFIG`, else `./tllm.toml` where `look_in_cwd` and it is there.
+
+    Raises ConfigError for an empty path, as of a shell's variable that is not set; `$TLLM_CONFIG` may be empty, as any variable.
+    """
+    if config is not None and not os.fspath(config):
+        raise ConfigError("the path of the config file is empty (--config, config=); name a file, or leave it out")
     chosen = config or environ.get(ENV_FILE)
     if chosen:
         return Path(chosen)

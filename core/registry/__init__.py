@@ -6,6 +6,7 @@ engine or a launcher may implement hooks too.
 
 import contextlib
 import io
+import logging
 import os
 import threading
 import weakref
@@ -22,6 +23,8 @@ from tllm_core.registry.loading import Broken, MissingExtra, load_entry, load_ob
 from tllm_core.registry.words import cause, suggestion, two_of_one_name, unknown_name
 
 __all__ = ["DISABLE", "KINDS", "Found", "Kind", "Registry", "Status", "load_object", "suggestion"]
+
+log = logging.getLogger("tllm_core.registry")
 
 DISABLE = "TLLM_DISABLE_PLUGINS"
 """Names of distributions or entry points, comma separated, that are treated as if they were not installed; `all` = each that
@@ -53,7 +56,8 @@ class Registry:
     def __init__(self, *, path: Sequence[str] | None = None, environ: Mapping[str, str] | None = None) -> None:
         self.manager = new_manager()
         self._path = path
-        self._blocked = _names((os.environ if environ is None else environ).get(DISABLE, ""))
+        self._typed = _names((os.environ if environ is None else environ).get(DISABLE, ""))
+        self._blocked = self._typed | {canonical(word) for word in self._typed}
         self._loaded: dict[tuple[Kind, str], Any] = {}
         self._installed: tuple[Entry, ...] | None = None
         self._lock = threading.RLock()
@@ -109,7 +113,17 @@ class Registry:
     def _entries(self) -> tuple[Entry, ...]:
         if self._installed is None:
             self._installed = tuple(installed_entries(self._path))
+            self._tell_unknown_blocked(self._installed)
         return self._installed
+
+    def _tell_unknown_blocked(self, installed: Sequence[Entry]) -> None:
+        """A name that is nobody's disables nothing; said once per process."""
+        known = {name for entry in installed for name in (entry.name, canonical(entry.distribution))} | {"all"}
+        nobodys = {word for word in self._typed if not {word, canonical(word)} & known}
+        for word in sorted(nobodys - _TOLD):
+            _TOLD.add(word)
+            close = suggestion(word, sorted(known))
+            log.warning("$%s: nothing is called %r%s; it disables nothing", DISABLE, word, close)
 
     def _is_blocked(self, entry: Entry) -> bool:
         names = {entry.name, canonical(entry.distribution)}
@@ -149,6 +163,7 @@ class Registry:
         return "ok", ""
 
 
+_TOLD: set[str] = set()
 _ALL: weakref.WeakSet[Registry] = weakref.WeakSet()
 
 
@@ -166,5 +181,4 @@ def _shortened(words: str, limit: int = 80) -> str:
 
 
 def _names(text: str) -> frozenset[str]:
-    words = {word.strip() for word in text.split(",")} - {""}
-    return frozenset(words | {canonical(word) for word in words})
+    return frozenset({word.strip() for word in text.split(",")} - {""})

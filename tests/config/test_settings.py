@@ -416,3 +416,66 @@ def test_options_are_converted_where_they_are_used() -> None:
     ]:
         with pytest.raises(ConfigError, match=re.escape(message)):
             convert_options(Options, options, "engine.x")
+
+
+def test_an_empty_path_of_the_config_file_is_refused_and_an_empty_variable_is_not_given(load: Any) -> None:
+    (Path.cwd() / "tllm.toml").write_text("[engine]\nname = 'mock'\n")
+    with pytest.raises(ConfigError, match="path of the config file is empty"):
+        load(config="")
+    assert load(environ={"TLLM_CONFIG": ""}).engine.name == "mock"
+
+
+def test_a_file_that_begins_with_the_mark_of_utf8_is_read(load: Any, tmp_path: Path) -> None:
+    (tmp_path / "marked.toml").write_bytes(b"\xef\xbb\xbf[engine]\nname = 'mock'\n")
+    assert load(config=tmp_path / "marked.toml").engine.name == "mock"
+
+
+def test_a_plugin_that_is_not_there_is_told_with_its_place_before_it_is_loaded(load: Any) -> None:
+    words = "there is no plugin 'metrcs' (did you mean 'metrics'?)"
+    with pytest.raises(PluginError, match=re.escape(f"tllm.toml: plugins.enable: {words}")):
+        load("[plugins]\nenable = ['metrics', 'metrcs']")
+    with pytest.raises(PluginError, match=r"\$TLLM_PLUGINS__ENABLE: plugins\.enable: there is no plugin 'nope'"):
+        load("", environ={"TLLM_PLUGINS__ENABLE": "nope"})
+    assert load("[plugins]\nenable = ['metrics', 'nowhere:at_all']").plugins.enable == ("metrics", "nowhere:at_all")
+
+
+@pytest.mark.parametrize("run", ["os", "os:", ":path", "os:path.join", "two words", "a b:c"])
+def test_what_frontends_run_is_a_module_and_a_function(load: Any, run: str) -> None:
+    words = f'tllm.toml: frontends: run must be "module:function", not {run!r}'
+    with pytest.raises(ConfigError, match=re.escape(words)):
+        load(f"[frontends]\nrun = '{run}'")
+    assert load("[frontends]\nrun = 'my.app:serve'").frontends.run == "my.app:serve"
+
+
+@pytest.mark.parametrize("section", ["attach", "frontends"])
+def test_an_empty_text_takes_back_what_the_file_says(load: Any, section: str) -> None:
+    key, value = {"attach": ("file", "at.json"), "frontends": ("run", "my_app:serve")}[section]
+    text = f"[{section}]\n{key} = '{value}'\n"
+    assert getattr(getattr(load(text), section), key) == value
+    name = f"{section}.{key}"
+    assert getattr(getattr(load(text, overrides={name: Text("")}), section), key) is None
+    assert getattr(getattr(load(f"[{section}]\n{key} = ''\n"), section), key) is None
+
+
+@pytest.mark.parametrize(
+    ("text", "over", "message"),
+    [
+        ("[engine]\nname = 5", {"engine.name": "mock"}, 'engine.name: must be a name or "module:Object"'),
+        (MOCK + "block_size = 'x'", {"engine.mock.block_size": 2}, "engine.mock.block_size: expected int, got str"),
+        (MOCK + "block_size = 'x'", {"engine.options.block_size": 2}, "engine.mock.block_size: expected int, got str"),
+        ("[ledger]\nmailbox_bytes = 1", {"ledger.mailbox_bytes": 70000}, "ledger.mailbox_bytes: expected int >= 65536"),
+        ("[wire]\nwindow_frames = []", {"wire.window_frames": 64}, "wire.window_frames: expected int, got array"),
+    ],
+)
+def test_what_another_source_goes_before_is_checked_as_well(
+    load: Any, text: str, over: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=re.escape(f"tllm.toml: {message}")):
+        load(text, overrides=over)
+
+
+def test_a_name_that_nobody_could_read_is_shortened(load: Any) -> None:
+    for text in (f"{'k' * 100_000} = 1", f"[transport]\nname = '{'n' * 100_000}'", f"[wire]\n{'k' * 100_000} = 1"):
+        with pytest.raises(ConfigError, match=r"tllm\.toml: .*(kkk|nnn)\.\.\.(kkk|nnn)") as caught:
+            load(text)
+        assert len(str(caught.value)) < 500

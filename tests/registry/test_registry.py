@@ -260,3 +260,15 @@ def test_a_missing_module_of_ours_says_which_extra_has_it(monkeypatch: pytest.Mo
         PluginError, match=r"'acme_engine:Engine' of acme-engine 1\.0 .*pip install 'acme-engine\[gpu\]'"
     ):
         load_object("acme_engine:Engine")
+
+
+def test_a_name_to_disable_that_is_nobodys_is_told_once(
+    install: Install, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    install("acme-once", "acme_once", GOOD, {"transport once_only": "acme_once:Good"})
+    for _ in range(2):
+        registry(tmp_path, TLLM_DISABLE_PLUGINS="once_onyl, all, Acme_Once").names("transport")
+    [told] = caplog.messages
+    assert (
+        told == "$TLLM_DISABLE_PLUGINS: nothing is called 'once_onyl' (did you mean 'once_only'?); it disables nothing"
+    )
