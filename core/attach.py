@@ -9,12 +9,14 @@ import contextlib
 import os
 import secrets
 import stat
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
 import msgspec
 from msgspec import Meta, Struct
 
+from tllm_core.claim import Claim, Held, release_unneeded
 from tllm_core.contracts.interfaces import EngineAddress, Identity
 from tllm_core.contracts.messages import Plain
 from tllm_core.errors import ConfigError, Refused
@@ -22,6 +24,8 @@ from tllm_core.wire.header import MIN_WIRE_VERSION, WIRE_VERSION
 from tllm_core.world.process import host_id, is_alive, is_stopped
 
 MAX_BYTES = 1 << 20
+USUAL_BYTES = 1 << 14
+"""More than an attach file has."""
 Key = Annotated[str, Meta(pattern="^[0-9a-f]{64}$")]
 
 
@@ -79,18 +83,81 @@ class AttachFile(Struct, frozen=True, kw_only=True):
 
 
 def write_attach_file(path: str | os.PathLike[str], content: AttachFile) -> None:
-    """Puts the file there in one move, mode 0600. Raises ConfigError where that can't be done."""
-    target = Path(path)
-    draft = target.with_name(f".{target.name}.{secrets.token_hex(8)}")
+    """Puts the file there in one move, mode 0600. Raises ConfigError where that can't be done.
+
+    It asks nobody whose file is there: whoever owns an engine has a claim to it first.
+    """
+    target = _target(path)
     try:
-        fd = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        with _draft(target, msgspec.json.format(msgspec.json.encode(content)) + b"\n") as draft:
+            os.replace(draft, target)
+    except OSError as error:
+        raise ConfigError(f"the attach file {target} can't be written: {error.strerror}") from None
+
+
+def claim_attach_file(path: str | os.PathLike[str]) -> Claim:
+    """The right to write the file, for as long as the engine may run that it will name.
+
+    Raises ConfigError where an engine that runs or starts has it, and where the file could not be written.
+    """
+    target = _target(path)
+    try:
+        claim = _claim(target)
+    except Held as error:
+        raise ConfigError(_taken(target, error.holder)) from None
+    except OSError as error:
+        raise ConfigError(f"the attach file {target} can't be claimed: {error.strerror}") from None
+    try:
+        _check_no_engine(target)
+        _check_writable(target)
+    except BaseException:
+        claim.release()
+        raise
+    return claim
+
+
+def _claim(target: Path) -> Claim:
+    try:
+        return Claim(target)
+    except Held:
+        if not release_unneeded(target):
+            raise
+    return Claim(target)
+
+
+def _target(path: str | os.PathLike[str]) -> Path:
+    """The path as one that a file could be put at. Raises ConfigError."""
+    where = os.fspath(path)
+    if not where:
+        raise ConfigError("the path of the attach file is empty; name a file")
+    if "\0" in where:
+        raise ConfigError(f"the attach file {where!r} can't be written: its path has a NUL character in it")
+    if os.path.isdir(where):
+        raise ConfigError(f"the attach file {where} can't be written: it is a directory; name a file in it")
+    return Path(where)
+
+
+@contextlib.contextmanager
+def _draft(target: Path, content: bytes) -> Iterator[Path]:
+    """The content in a file beside the target, which goes again where it was not moved. Raises OSError."""
+    draft = target.with_name(f".{target.name}.{secrets.token_hex(8)}")
+    fd = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    try:
         with open(fd, "wb") as file:
             os.fchmod(fd, 0o600)
-            file.write(msgspec.json.format(msgspec.json.encode(content)) + b"\n")
-        os.replace(draft, target)
-    except OSError as error:
+            file.write(content)
+        yield draft
+    finally:
         with contextlib.suppress(OSError):
             draft.unlink(missing_ok=True)
+
+
+def _check_writable(target: Path) -> None:
+    """Writes as much as an attach file may have, and takes it away: a full disk is better known before a model is loaded."""
+    try:
+        with _draft(target, bytes(USUAL_BYTES)):
+            pass
+    except OSError as error:
         raise ConfigError(f"the attach file {target} can't be written: {error.strerror}") from None
 
 
@@ -116,17 +183,25 @@ def is_stopped_by_owner(path: str | os.PathLike[str], content: AttachFile) -> bo
     return False
 
 
-def check_free(path: str | os.PathLike[str]) -> None:
-    """Raises ConfigError where the file belongs to an engine that runs on this host; one that is stale may be replaced."""
-    try:
-        found = read_attach_file(path)
-    except (ConfigError, Refused):
-        return
-    if found.is_here and found.ended is None and found.ranks:
-        raise ConfigError(
-            f"the attach file {os.fspath(path)} belongs to an engine that runs (process {found.ranks[0].pid}); "
-            "stop it or choose another file"
-        )
+def _check_no_engine(target: Path) -> None:
+    """For an engine that still runs, though its owner is gone and with it the claim."""
+    rank = _running(target)
+    if rank is not None:
+        raise ConfigError(_taken(target, rank))
+
+
+def _running(target: Path) -> Identity | None:
+    """A process of the engine that the file names, where that runs on this host."""
+    with contextlib.suppress(ConfigError, Refused):
+        found = read_attach_file(target)
+        if found.is_here and found.ended is None and found.ranks:
+            return found.ranks[0]
+    return None
+
+
+def _taken(target: Path, process: Identity | None) -> str:
+    who = "" if process is None else f" (process {process.pid})"
+    return f"the attach file {target} belongs to an engine that runs or starts{who}; stop it or choose another file"
 
 
 def read_attach_file(path: str | os.PathLike[str]) -> AttachFile:
@@ -134,6 +209,8 @@ def read_attach_file(path: str | os.PathLike[str]) -> AttachFile:
     where = os.fspath(path)
     raw = _read_private(where)
     low, high = _decode(raw, Versions, where).wire_versions
+    if low > high:
+        raise ConfigError(f"{where} is no attach file: its lowest wire version, {low}, is above its highest, {high}")
     if low > WIRE_VERSION or high < MIN_WIRE_VERSION:
         raise Refused(
             f"the engine of {where} speaks wire version {_span(low, high)}, this tllm-core "
@@ -148,27 +225,49 @@ def _read_private(where: str) -> bytes:
         fd = os.open(where, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     except FileNotFoundError:
         raise ConfigError(f"there is no attach file {where}; is `tllm worker --attach-file` running?") from None
-    except OSError as error:
-        raise ConfigError(f"the attach file {where} can't be read: {error.strerror}") from None
-    with open(fd, "rb") as file:
-        status = os.fstat(fd)
-        if not stat.S_ISREG(status.st_mode):
-            raise ConfigError(f"{where} is no regular file")
-        if status.st_uid != os.geteuid():
-            raise ConfigError(
-                f"the attach file {where} belongs to user {status.st_uid}, not to this one; it is not used"
-            )
-        if status.st_mode & 0o077:
-            raise ConfigError(
-                f"the attach file {where} can be used by others (mode {stat.S_IMODE(status.st_mode):04o}); "
-                "it holds a key: start the engine anew, which makes it with mode 0600"
-            )
-        return file.read(MAX_BYTES)
+    except (OSError, ValueError) as error:  # ValueError: a NUL character in the path
+        raise _unreadable(where, error) from None
+    try:
+        _check_private(os.fstat(fd), where)
+        return _read(fd)
+    except OSError as error:  # some special files can be opened and not read
+        raise _unreadable(where, error) from None
+    finally:
+        os.close(fd)
+
+
+def _read(fd: int) -> bytes:
+    content = b""
+    while len(content) < MAX_BYTES and (more := os.read(fd, MAX_BYTES - len(content))):
+        content += more
+    return content
+
+
+def _unreadable(where: str, error: OSError | ValueError) -> ConfigError:
+    shown = where if where.isprintable() else repr(where)
+    return ConfigError(f"the attach file {shown} can't be read: {getattr(error, 'strerror', None) or error}")
+
+
+def _check_private(status: os.stat_result, where: str) -> None:
+    """Raises ConfigError for what is no file of this user's alone."""
+    if stat.S_ISDIR(status.st_mode):
+        raise ConfigError(f"the attach file {where} is a directory; name the file that `tllm worker` wrote")
+    if not stat.S_ISREG(status.st_mode):
+        raise ConfigError(f"the attach file {where} is no regular file")
+    if status.st_uid != os.geteuid():
+        raise ConfigError(f"the attach file {where} belongs to user {status.st_uid}, not to this one; it is not used")
+    if status.st_mode & 0o077:
+        raise ConfigError(
+            f"the attach file {where} can be used by others (mode {stat.S_IMODE(status.st_mode):04o}); "
+            "it holds a key: start the engine anew, which makes it with mode 0600"
+        )
 
 
 def _decode(raw: bytes, kind: type[Any], where: str) -> Any:
     try:
         return msgspec.json.decode(raw, type=kind)
+    except RecursionError:
+        raise ConfigError(f"{where} is no attach file: it is nested too deeply") from None
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise ConfigError(f"{where} is no attach file: {error}") from None
 

@@ -9,8 +9,16 @@ from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self
 
-from tllm_core.attach import AttachFile, is_stopped_by_owner, mark_stopped, read_attach_file, write_attach_file
+from tllm_core.attach import (
+    AttachFile,
+    claim_attach_file,
+    is_stopped_by_owner,
+    mark_stopped,
+    read_attach_file,
+    write_attach_file,
+)
 from tllm_core.checks import Checks, default_sampling
+from tllm_core.claim import Claim
 from tllm_core.config import Settings, load_settings
 from tllm_core.contracts.messages import (
     EngineInfo,
@@ -55,7 +63,7 @@ class GenerationExecutor(ControlCalls):
         self._pid = frontend.pid
         self.info = info
         self._ticket: AttachFile | None = None
-        self._attach_files: list[str] = []
+        self._claims: dict[str, Claim] = {}
         super().__init__()
         self._checks = Checks(info)
         frontend.start()
@@ -140,7 +148,7 @@ class GenerationExecutor(ControlCalls):
         EngineDeadError where its processes are gone, TransportError where nobody answers within `timeout` seconds.
         """
         timeout = _bounded(timeout, ConfigError)
-        path = path or load_settings(config).attach.file
+        path = load_settings(config).attach.file if path is None else path
         if path is None:
             raise ConfigError("no attach file is given; pass its path, or set attach.file in the config file")
         content = read_attach_file(path)
@@ -166,17 +174,25 @@ class GenerationExecutor(ControlCalls):
         frontend.ranks = content.ranks
         return cls(frontend, attachment.welcome.info, settings, plan)
 
-    def write_attach_file(self, path: str | os.PathLike[str]) -> AttachFile:
+    def write_attach_file(self, path: str | os.PathLike[str] | Claim) -> AttachFile:
         """Lets other processes of this user attach to the engine that this executor owns, with `attach(path)`.
 
-        Raises ConfigError where the engine can't have more frontends, or the file can't be written.
+        The file is this engine's until `shutdown`, which leaves it, marked: who attaches later is told that the engine was
+        stopped. Raises ConfigError where the engine can't have more frontends, the file can't be written, or it belongs to
+        another engine that runs or starts. A `claim_attach_file(path)` of before the start may stand for the path.
         """
         if self._ticket is None:
             raise ConfigError(
                 f"nobody can attach to this engine ({self._plan.summary()}); it needs one of its own process"
             )
-        write_attach_file(path, self._ticket)
-        self._attach_files.append(os.path.abspath(path))
+        where = os.path.abspath(path)
+        claim = path if isinstance(path, Claim) else self._claims.get(where)
+        if claim is None or not claim.is_held:
+            claim = claim_attach_file(path)
+        frontend = self._frontend
+        claim.is_needed = lambda: frontend.world_error is None  # of a dead engine's file the next one may be made
+        self._claims[where] = claim
+        write_attach_file(claim, self._ticket)
         return self._ticket
 
     def wait_ended(self, timeout: float | None = None) -> bool:
@@ -331,12 +347,14 @@ class GenerationExecutor(ControlCalls):
         self._mark_attach_files()
         if self._frontend.close(wait_s):
             self._plan.hooks.stopped(self)
+        claims, self._claims = self._claims, {}
+        for claim in claims.values():
+            claim.release()
 
     def _mark_attach_files(self) -> None:
         """Who attaches just now would only see processes that are gone; of one that died, that is what there is to see."""
-        files, self._attach_files = self._attach_files, []
         if self._ticket is not None and self._frontend.world_error is None:
-            for path in files:
+            for path in list(self._claims):
                 mark_stopped(path, self._ticket)
 
     def __enter__(self) -> Self:

@@ -1,7 +1,7 @@
 """Frontend processes beside a worker: `[frontends]` has a function run in several, each with an executor of its own.
 
-`python -m tllm_core.cli.frontends ATTACH_FILE MODULE:FUNCTION PARENT` is one of them. None is started again, and the end
-of one touches no other.
+`python -m tllm_core.cli.frontends MODULE:FUNCTION PARENT ATTACH_FILE` is one of them; without an attach file, it only looks
+for the function. None is started again, and the end of one touches no other.
 """
 
 import asyncio
@@ -12,13 +12,17 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
+import traceback
 from types import FrameType
 from typing import Any, Never
 
 from tllm_core.errors import ConfigError
 from tllm_core.world.process import die_with_parent, kill_group
 
+WRONG = 2
+"""Exit code for a function that is not there."""
 END_S = 5.0
 """How long a frontend that was told to end may take before it is killed."""
 
@@ -27,7 +31,7 @@ class Frontends:
     """`count` processes that run `function`, attached to the engine of `attach_file`. Not for several threads."""
 
     def __init__(self, function: str, count: int, attach_file: str, config: str | None) -> None:
-        command = [sys.executable, "-m", __name__, os.path.abspath(attach_file), function, str(os.getpid())]
+        command = [*_command(function), os.path.abspath(attach_file)]
         environ = dict(os.environ) if config is None else {**os.environ, "TLLM_CONFIG": os.path.abspath(config)}
         self._running: dict[int, subprocess.Popen[bytes]] = {}
         self.failed = 0
@@ -67,15 +71,26 @@ class Frontends:
 
 
 def check_function(name: str) -> None:
-    """Raises ConfigError where `name` is not written as MODULE:FUNCTION; whether it is there is seen where it is called."""
-    module, colon, function = name.partition(":")
-    if not (colon and all(part.isidentifier() for part in (*module.split("."), function))):
-        raise ConfigError(f'frontends.run: must be "module:function", not {name!r}')
+    """Has a process look whether the function is there, before a model is loaded for it: its module is not to be imported here.
+
+    Raises ConfigError where it is not, or the module fails, with what it wrote to its stderr.
+    """
+    with tempfile.TemporaryFile() as said:  # no pipe: what the module starts may hold it open for ever
+        code = subprocess.run(_command(name), stdout=subprocess.DEVNULL, stderr=said, check=False).returncode
+        said.seek(0)
+        words = said.read().decode("utf-8", "replace").strip()
+    if code == WRONG:
+        raise ConfigError(words.splitlines()[-1])
+    if code:
+        raise ConfigError(f"frontends.run: {name} can't be imported; {_ending(code)}:\n{words}")
+
+
+def _command(function: str) -> list[str]:
+    return [sys.executable, "-m", __name__, function, str(os.getpid())]
 
 
 def load_function(name: str) -> Any:
     """The function; modules are looked for in the current directory too. Raises ConfigError where there is none."""
-    check_function(name)
     module, _, function = name.partition(":")
     try:
         found = getattr(importlib.import_module(module), function, None)
@@ -114,15 +129,32 @@ def _leave(number: int, frame: FrameType | None) -> Never:
 
 def main() -> int:
     """One frontend. SIGTERM ends it in an orderly way, unless the function has a handler of its own."""
-    attach_file, name, parent = sys.argv[1:]
+    name, parent, *attach_file = sys.argv[1:]
     die_with_parent(int(parent))
     signal.signal(signal.SIGTERM, _leave)
+    if not attach_file:
+        _look_for(name)
     try:
-        run(attach_file, name)
+        run(attach_file[0], name)
     except ConfigError as error:
         print(f"tllm worker: {error}", file=sys.stderr)
-        return 2
+        return WRONG
     return 0
+
+
+def _look_for(name: str) -> Never:
+    """Ends the process at once: what the module may have started is not waited for."""
+    try:
+        load_function(name)
+        code = 0
+    except ConfigError as error:
+        print(error, file=sys.stderr)
+        code = WRONG
+    except BaseException:
+        traceback.print_exc()
+        code = 1
+    sys.stderr.flush()
+    os._exit(code)
 
 
 if __name__ == "__main__":

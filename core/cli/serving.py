@@ -17,6 +17,7 @@ from tllm_core.errors import ConfigError, EngineDeadError, TransportError
 from tllm_core.registry import Registry
 
 if TYPE_CHECKING:
+    from tllm_core.claim import Claim
     from tllm_core.config import Settings
     from tllm_core.executor import GenerationExecutor
 
@@ -44,22 +45,22 @@ def worker(arguments: argparse.Namespace) -> int:
 
     With `[frontends] run`: until all of these have ended; 1 where any of them failed.
     """
-    from tllm_core.attach import check_free
+    from tllm_core.attach import claim_attach_file
     from tllm_core.cli.frontends import check_function
 
     settings = settings_of(arguments, Registry(), needs_engine=True)
     if settings.attach.file is not None:
         raise ConfigError("attach.file is set: a worker starts an engine of its own and attaches to none")
-    if settings.frontends.run is not None:
-        check_function(settings.frontends.run)
-    elif arguments.attach_file is None:
+    if settings.frontends.run is None and arguments.attach_file is None:
         raise ConfigError(
             "give --attach-file FILE, for frontends that attach, or set frontends.run, for those started here"
         )
     with _place(arguments.attach_file) as path, _signals_raise():
-        check_free(path)
         try:
-            return _serve(settings, path, _config_of(arguments))
+            with claim_attach_file(path) as claim:
+                if settings.frontends.run is not None:
+                    check_function(settings.frontends.run)
+                return _serve(settings, path, claim, _config_of(arguments))
         except _Asked:
             return 0
 
@@ -85,7 +86,7 @@ def _config_of(arguments: argparse.Namespace) -> str | None:
     return None if path is None else os.fspath(path)
 
 
-def _serve(settings: "Settings", path: str, config: str | None) -> int:
+def _serve(settings: "Settings", path: str, claim: "Claim", config: str | None) -> int:
     from tllm_core.attach import remove_attach_file
     from tllm_core.executor import GenerationExecutor
 
@@ -96,7 +97,7 @@ def _serve(settings: "Settings", path: str, config: str | None) -> int:
         progress.clear()
     content = None
     try:
-        content = executor.write_attach_file(path)
+        content = executor.write_attach_file(claim)
         if settings.frontends.run is not None:
             return _run_frontends(executor, settings, path, config)
         print(f"{executor.info.model} is ready; attach with: {_how(path)}", flush=True)

@@ -115,10 +115,21 @@ def test_the_death_of_the_engine_ends_them_with_its_cause(worker):
     [("nothing_here", "my_app has no function 'nothing_here'"), ("two words", 'must be "module:function"')],
 )
 def test_a_function_that_is_not_there_is_named(worker, run, words):
-    process = worker(run, 1)
-    assert process.wait(60) != 0
+    process = worker(run, 1, faults='[{at = "start", do = "raise", message = "the engine was started"}]')
+    assert process.wait(60) == 2
     assert words in process.stderr
+    assert len(process.stderr.splitlines()) == 1, "before the engine is started"
     assert "Traceback" not in process.stderr
+
+
+def test_a_module_that_fails_is_told_before_the_engine_is_started(worker, tmp_path):
+    (tmp_path / "broken_app.py").write_text("raise RuntimeError('no such luck')")
+    path = ("--set", "frontends.run=broken_app:serve")
+    process = worker("serve", 1, *path, faults='[{at = "start", do = "raise", message = "the engine was started"}]')
+    assert process.wait(60) == 2
+    assert "frontends.run: broken_app:serve can't be imported" in process.stderr
+    assert "RuntimeError: no such luck" in process.stderr
+    assert "the engine was started" not in process.stderr
 
 
 def test_without_a_file_and_without_frontends_it_says_what_to_give(config, tmp_path):
