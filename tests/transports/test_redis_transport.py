@@ -6,6 +6,7 @@ import contextlib
 import itertools
 import json
 import os
+import re
 import secrets
 import signal
 import subprocess
@@ -472,6 +473,26 @@ def test_a_wrong_password_is_an_error_at_once_and_no_secret_is_shown(redis_serve
         assert received(port, 1) == [b"in"]
         frontend.close()
         port.close()
+
+
+def test_a_server_without_tls_is_told_to_be_one_perhaps(server: BrokerProcess) -> None:
+    url = server.url.replace("redis://", "rediss://")
+    with pytest.raises(TransportError, match=r"within 0\.5 s: does it speak TLS there\? redis:// is without"):
+        transport(url, connect_timeout_s=0.5).listen("model", 1)
+
+
+@pytest.mark.parametrize("name", ["tls_ca_file", "tls_cert_file", "tls_key_file"])
+def test_a_file_that_can_t_be_read_is_named_with_its_setting(name: str, tmp_path: Path) -> None:
+    missing = tmp_path / "missing.pem"
+    words = f"transport.redis.{name}: {missing} can't be read: No such file or directory"
+    with pytest.raises(ConfigError, match=re.escape(words)):
+        transport("rediss://127.0.0.1:1", **{name: str(missing)}).listen("model", 1)
+
+
+def test_what_is_said_ends_in_one_mark() -> None:
+    with pytest.raises(TransportError, match="Connection refused; is it running") as caught:
+        transport("redis://127.0.0.1:1", connect_timeout_s=0.1).listen("model", 1)
+    assert not re.search(r"[.;][.;]", str(caught.value).replace("127.0.0.1", ""))
 
 
 def test_secrets_are_in_no_representation() -> None:

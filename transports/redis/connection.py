@@ -25,6 +25,7 @@ from redis.exceptions import (
     RedisError,
     ResponseError,
 )
+from redis.exceptions import TimeoutError as RedisTimeoutError
 from redis.retry import Retry
 
 from tllm_core.errors import ConfigError, TransportError
@@ -158,6 +159,11 @@ class Dialer:
             advice = f"; the user needs its keys {self._settings.prefix}:* and commands on strings and streams"
         elif isinstance(error, ResponseError):
             advice = ""
+        elif urlsplit(self._url).scheme == "rediss" and isinstance(error, TimeoutError | RedisTimeoutError):
+            advice = (
+                f"; it took the connection or the host is silent, and no TLS came of it within "
+                f"{self._settings.connect_timeout_s:g} s: does it speak TLS there? redis:// is without"
+            )
         else:
             advice = "; is it running, and is transport.redis.url right?"
         return TransportError(f"the redis server {self.where} can't be used: {in_words(error)}{advice}")
@@ -171,8 +177,8 @@ def _may_pass(error: BaseException) -> bool:
 
 
 def in_words(error: BaseException) -> str:
-    """An error in one line."""
-    return " ".join(str(error).split())[:300] or type(error).__name__
+    """An error in one line, to which more can be added."""
+    return " ".join(str(error).split())[:300].rstrip(".;") or type(error).__name__
 
 
 def refused_in_words(error: BaseException) -> str:
@@ -200,6 +206,19 @@ def public_url(url: str, db: int | None = None) -> str:
     return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}/{number}"
 
 
+def _check_readable(settings: RedisSettings) -> None:
+    """Raises ConfigError, which names setting and file: redis-py tells of a file as if it were the connection."""
+    for name in ("tls_ca_file", "tls_cert_file", "tls_key_file"):
+        path = getattr(settings, name)
+        try:
+            if path is not None:
+                with open(path, "rb"):
+                    pass
+        except (OSError, ValueError) as error:
+            what = getattr(error, "strerror", None) or error
+            raise ConfigError(f"transport.redis.{name}: {path} can't be read: {what}") from None
+
+
 def _options(settings: RedisSettings, url: str) -> dict[str, Any]:
     try:
         options: dict[str, Any] = dict(parse_url(url))  # type: ignore[no-untyped-call]
@@ -214,6 +233,7 @@ def _options(settings: RedisSettings, url: str) -> dict[str, Any]:
             "ssl_certfile": settings.tls_cert_file,
             "ssl_keyfile": settings.tls_key_file,
         }
+        _check_readable(settings)
         options.update({name: path for name, path in files.items() if path is not None})
     if urlsplit(url).scheme != "unix":
         options.update(socket_connect_timeout=settings.connect_timeout_s, socket_keepalive=True)
