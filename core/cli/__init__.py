@@ -3,6 +3,8 @@
 Exit codes: 0 done, 1 failed, 2 wrong use, setting or input, 130 interrupted. A reader that closes the pipe is no failure.
 """
 
+import contextlib
+import errno
 import io
 import os
 import signal
@@ -45,7 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except OSError as error:
         if debug:
             traceback.print_exc()
-        print(f"tllm: {error}", file=sys.stderr)
+        print(f"tllm: {_os_error_in_words(error)}", file=sys.stderr)
         _drop_output()
         return FAILED
     except Exception as error:
@@ -75,11 +77,24 @@ def _let_interrupts_raise() -> None:
 
 def _drop_output() -> None:
     """What is still buffered has nowhere to go; the interpreter's own last flush must not stumble over it."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    with contextlib.suppress(OSError):  # one without a descriptor, as a program that calls `main` may have put there
+        descriptor = sys.stdout.fileno()
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, descriptor)
+        os.close(nowhere)
+
+
+def _os_error_in_words(error: OSError) -> str:
+    """What names no file failed in writing the answer, most likely: whoever opens a file here says which."""
+    if error.filename is None and error.errno in (errno.ENOSPC, errno.EIO, errno.EFBIG, errno.EDQUOT):
+        return f"standard output can't be written: {error.strerror}"
+    return str(error)
 
 
 def _report(error: TllmError) -> int:
-    print(f"tllm: {describe(error)}", file=sys.stderr)
+    from tllm_core.config.convert import shortened
+
+    print(f"tllm: {shortened(describe(error))}", file=sys.stderr)
     # A model that can't be used, for one, is found out in the engine's process, where what was raised was a ConfigError.
     raised = error.root_cause.kind if isinstance(error, EngineDeadError) else ""
     return WRONG_USE if isinstance(error, ConfigError | RequestError) or raised in _CONFIG_ERRORS else FAILED

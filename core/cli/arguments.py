@@ -68,7 +68,22 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     elif verb not in VERBS:
         _add_plugin_verb(verb, parser, commands)
     parser.set_defaults(run=lambda arguments: parser.print_help())
-    return parser.parse_args(argv)
+    arguments, more = parser.parse_known_args(argv)
+    if more:
+        parser.error(f"unrecognized arguments: {_shortened(' '.join(more))}{_quoting(arguments, more)}")
+    return arguments
+
+
+def _shortened(text: str) -> str:
+    return text if len(text) <= 200 else f"{text[:200]}..."
+
+
+def _quoting(arguments: argparse.Namespace, more: Sequence[str]) -> str:
+    """Words that follow a text are most likely the rest of it."""
+    text = getattr(arguments, "prompt", None) or getattr(arguments, "question", None)
+    if text is None or any(word.startswith("-") for word in more):
+        return ""
+    return "; a text of several words is one argument: put it in quotes"
 
 
 def add_common(parser: argparse.ArgumentParser) -> None:

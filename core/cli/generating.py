@@ -67,6 +67,8 @@ def demo(arguments: argparse.Namespace) -> int:
     with running(settings, lines=True) as executor:
         started_s = time.monotonic() - began
         print(f"{executor.info.model} is ready after {started_s:.1f} s, in a process of its own.\n")
+        if executor.info.tokenizer is None:
+            _token_ids(arguments.question, executor)  # refused before it is shown as asked
         print(f"> {arguments.question}\n")
         answer = _answer(executor, arguments.question, params, chat=True)
     _tell_if_cut(answer, params)

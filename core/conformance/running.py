@@ -18,7 +18,7 @@ from msgspec import Struct
 from tllm_core import __version__
 from tllm_core.conformance.report import Outcome, Report, Result
 from tllm_core.errors import ConfigError
-from tllm_core.registry import Registry, load_object
+from tllm_core.registry import Registry, load_object, suggestion
 from tllm_core.registry.entries import installed_entries
 
 if TYPE_CHECKING:
@@ -129,6 +129,9 @@ def run_module(text: str, on_start: OnStart, on_outcome: OnOutcome, only: str = 
             )
     if code == pytest.ExitCode.INTERRUPTED and not collector.broken:
         raise KeyboardInterrupt
+    if only and code == pytest.ExitCode.NO_TESTS_COLLECTED and not collector.broken:
+        close = suggestion(only, collector.left_out)
+        raise ConfigError(f"no case's name holds {only!r}{close}; without --only, all are listed as they run")
     if collector.broken or not collector.outcomes:
         raise ConfigError(f"the suite can't be run: {collector.broken or shown.getvalue().strip()}")
     return collector.outcomes
@@ -154,7 +157,11 @@ class _Collector:
         self._cases: dict[str, Any] = {}
         self._reports: dict[str, list[pytest.TestReport]] = {}
         self.outcomes: list[Outcome] = []
+        self.left_out: list[str] = []
         self.broken = ""
+
+    def pytest_deselected(self, items: Sequence[pytest.Item]) -> None:
+        self.left_out += [_short(item.nodeid) for item in items]
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
         if report.failed:
@@ -164,7 +171,8 @@ class _Collector:
         from tllm_core.conformance.case import case_of
 
         self._cases = {item.nodeid: case_of(getattr(item, "function", None)) for item in session.items}
-        self._on_start([_short(nodeid) for nodeid in self._cases])
+        if self._cases:
+            self._on_start([_short(nodeid) for nodeid in self._cases])
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         self._reports.setdefault(report.nodeid, []).append(report)

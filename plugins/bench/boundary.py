@@ -19,7 +19,7 @@ from msgspec import Struct, to_builtins
 
 from tllm_core.errors import ConfigError
 from tllm_core.executor import GenerationExecutor
-from tllm_core.plugins.bench.contenders import Contender, add_transport_arguments, contenders, names_of
+from tllm_core.plugins.bench.contenders import Contender, add_transport_arguments, contenders, names_of, positive
 from tllm_core.plugins.bench.limits import Raw, async_wakes_per_s, raw, sync_wakes_per_s
 from tllm_core.plugins.bench.report import median, percentiles_us, table, usable_cores
 from tllm_core.plugins.bench.streams import AsyncConsumers, Consumers, Delivery, Latency, SyncConsumers, Workload
@@ -38,8 +38,8 @@ VERSIONS = ("tllm-core", "pyzmq", "nats-py", "redis", "msgspec", "uvloop")
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_transport_arguments(parser)
     parser.add_argument("--launcher", metavar="NAME", help="who starts the engine (default: what fits the transport)")
-    parser.add_argument("--streams", type=_positive, default=256, metavar="N", help="requests at once (default: 256)")
-    parser.add_argument("--steps", type=_positive, default=256, metavar="N", help="tokens of each (default: 256)")
+    parser.add_argument("--streams", type=positive, default=256, metavar="N", help="requests at once (default: 256)")
+    parser.add_argument("--steps", type=positive, default=256, metavar="N", help="tokens of each (default: 256)")
     parser.add_argument(
         "--step-ms", type=_milliseconds, metavar="MS", help="measure also with a step every MS, as a real model's"
     )
@@ -50,7 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--loop", choices=("auto", "asyncio", "uvloop"), default="auto", help="auto: uvloop if installed"
     )
     parser.add_argument(
-        "--repeat", type=_positive, default=3, metavar="N", help="rounds; medians are shown (default: 3)"
+        "--repeat", type=positive, default=3, metavar="N", help="rounds; medians are shown (default: 3)"
     )
     parser.add_argument("--json", action="store_true", help="print one object with every number")
     parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
@@ -251,15 +251,9 @@ def _version(name: str) -> str | None:
         return None
 
 
-def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"must be 1 or more, not {value}")
-    return value
-
-
 def _milliseconds(text: str) -> float:
-    value = float(text)
-    if not 0 < value <= 10_000:
-        raise argparse.ArgumentTypeError(f"must be more than 0 and at most 10000, not {text}")
-    return value
+    with contextlib.suppress(ValueError):
+        value = float(text)
+        if 0 < value <= 10_000:
+            return value
+    raise argparse.ArgumentTypeError(f"must be a number of more than 0 and at most 10000, not {text!r}")

@@ -61,6 +61,15 @@ def add_transport_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def positive(text: str) -> int:
+    """An option's whole number of 1 or more."""
+    with contextlib.suppress(ValueError):
+        value = int(text)
+        if value >= 1:
+            return value
+    raise argparse.ArgumentTypeError(f"must be a whole number of 1 or more, not {text!r}")
+
+
 def names_of(arguments: argparse.Namespace) -> list[str]:
     """The transports that were typed, each once. Raises ConfigError for none."""
     typed = ",".join(arguments.transport or ["zmq"]).split(",")
@@ -84,7 +93,8 @@ def _contender(arguments: argparse.Namespace, name: str, stack: contextlib.ExitS
     overrides: dict[str, Any] = {**dict(map(_assignment, arguments.set)), "transport.name": name}
     if arguments.launcher is not None:
         overrides["launcher.name"] = arguments.launcher
-    options = load_settings(arguments.config, overrides=overrides).transport.options
+    origins = dict.fromkeys(overrides, "--set") | {"transport.name": "--transport", "launcher.name": "--launcher"}
+    options = load_settings(arguments.config, overrides=overrides, origins=origins).transport.options
     library = Registry().transport(name).name
     broker = ""
     if library in _SERVERS:

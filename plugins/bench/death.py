@@ -23,7 +23,7 @@ from msgspec import Struct, field, structs
 from tllm_core.attach import write_attach_file
 from tllm_core.errors import ConfigError
 from tllm_core.executor import GenerationExecutor
-from tllm_core.plugins.bench.contenders import Contender, add_transport_arguments, contenders, names_of
+from tllm_core.plugins.bench.contenders import Contender, add_transport_arguments, contenders, names_of, positive
 from tllm_core.plugins.bench.crowd import MAX_SEQ_LEN, Crowd, CrowdProcess, Told
 from tllm_core.plugins.bench.report import Row, columns, median
 
@@ -66,8 +66,8 @@ class Case(Struct):
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `tllm bench death`."""
     add_transport_arguments(parser)
-    parser.add_argument("--runs", type=_positive, default=20, metavar="N", help="deaths of each kind (default: 20)")
-    parser.add_argument("--streams", type=_positive, default=256, metavar="N", help="of the frontend (default: 256)")
+    parser.add_argument("--runs", type=positive, default=20, metavar="N", help="deaths of each kind (default: 20)")
+    parser.add_argument("--streams", type=positive, default=256, metavar="N", help="of the frontend (default: 256)")
     parser.add_argument(
         "--signals", default="KILL,STOP", metavar="NAMES", help="what the engine gets: KILL, STOP (default: both)"
     )
@@ -173,10 +173,3 @@ def _say(line: str) -> None:
     """Progress, on a terminal only."""
     if sys.stderr.isatty():
         print(f"\r\033[K{line}", end="", file=sys.stderr, flush=True)
-
-
-def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"must be 1 or more, not {value}")
-    return value

@@ -1,5 +1,6 @@
 """`tllm` as people run it: exit codes, one clear line for a mistake, and nothing left behind."""
 
+import io
 import json
 import os
 import re
@@ -13,6 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+from tllm_core.cli import main
 
 TLLM = Path(sys.executable).with_name("tllm")
 ECHO = ("--engine", "echo", "--transport", "zmq", "--launcher", "spawn")
@@ -81,6 +84,62 @@ def test_wrong_use_is_exit_code_2_with_the_usage(cli: Cli, arguments: tuple[str,
     done = cli(*arguments)
     assert done.returncode == 2
     assert "usage: tllm" in done.stderr
+
+
+def test_a_prompt_of_several_words_is_told_to_be_quoted(cli: Cli) -> None:
+    assert cli("generate", "why", "is", "it", "--engine", "echo").stderr.endswith(
+        "unrecognized arguments: is it; a text of several words is one argument: put it in quotes\n"
+    )
+    assert "quotes" in cli("demo", "why", "is", "it").stderr
+    assert "quotes" not in cli("generate", "why", "--nope").stderr
+
+
+def test_a_question_that_can_t_be_asked_is_not_shown_as_asked(cli: Cli) -> None:
+    done = cli("demo", "hello", *ECHO)
+    assert "has no tokenizer: give token ids" in told(done)
+    assert "> hello" not in done.stdout
+
+
+def test_an_empty_attach_file_on_the_command_line_takes_back_that_of_the_file(cli: Cli, tmp_path: Path) -> None:
+    (tmp_path / "tllm.toml").write_text("[attach]\nfile = 'engine.json'\n")
+    assert "engine.json" in cli("explain").stdout
+    done = cli("explain", "--engine", "echo", "--set", "attach.file=")
+    assert re.search("^engine +echo", done.stdout, re.MULTILINE), done.stderr
+
+
+def test_a_program_that_reads_the_output_itself_gets_exit_code_0_where_its_reader_leaves(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Left(io.StringIO):
+        def write(self, text: str) -> int:
+            raise BrokenPipeError
+
+    monkeypatch.setattr(sys, "stdout", Left())
+    before = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)
+    try:
+        assert main(["config", "--engine", "echo"]) == 0
+    finally:
+        signal.signal(signal.SIGTERM, before[0])
+        signal.signal(signal.SIGINT, before[1])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("boundary", "--steps", "x"), "argument --steps: must be a whole number of 1 or more, not 'x'"),
+        (("boundary", "--steps", "0"), "argument --steps: must be a whole number of 1 or more, not '0'"),
+        (("boundary", "--step-ms", "x"), "argument --step-ms: must be a number of more than 0"),
+        (("death", "--runs", "1.5"), "argument --runs: must be a whole number of 1 or more, not '1.5'"),
+        (("boundary", "--transport", "nope"), "tllm: --transport: transport.name: there is no transport 'nope'"),
+        (("boundary", "--set", "wire.windw=1"), "tllm: --set: wire.windw: unknown key"),
+    ],
+)
+def test_a_wrong_option_of_a_benchmark_is_named_as_it_was_typed(
+    cli: Cli, arguments: tuple[str, ...], words: str
+) -> None:
+    done = cli("bench", *arguments)
+    assert done.returncode == 2
+    assert words in done.stderr
 
 
 def test_a_misspelt_verb_is_told_which_was_meant(cli: Cli) -> None:
@@ -463,7 +522,12 @@ def test_a_model_that_can_t_be_fetched_is_one_line_and_leaves_nothing(cli: Cli, 
         (r"generate - --engine echo < <(printf '\xff')", 2, "standard input is not UTF-8 text, at byte 0"),
         (r"config --config $'no\xff'", 2, "argument 3 is not UTF-8 text"),
         ("generate hi --engine echo >&-", 1, "standard output is closed"),
-        ("plugins >/dev/full", 1, "No space left"),
+        ("plugins >/dev/full", 1, "standard output can't be written: No space left"),
+        ("config --engine echo --config ''", 2, "the path of the config file is empty"),
+        ("worker --engine echo --attach-file ''", 2, "the path of the attach file is empty"),
+        ("worker --engine echo --attach-file /", 2, "the attach file / can't be written: it is a directory"),
+        ("explain --set attach.file=/ --start", 2, "the attach file / is a directory"),
+        (r"config --engine $(head -c 100000 /dev/zero | tr '\0' e)", 2, "eee...eee"),
         ("generate hi --engine echo --temperature -1", 2, "temperature"),
         ("check --engine echo --launcher spawn --transport inproc", 2, "inproc"),
     ],

@@ -196,3 +196,10 @@ def test_wrong_use_is_told_and_ends_with_2(words: list[str], expected: str) -> N
     assert done.returncode == 2, done.stdout + done.stderr
     assert expected in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_words_that_no_case_holds_are_told_without_a_table() -> None:
+    done = run("transport", "inproc", "--only", "zzzz")
+    assert done.returncode == 2
+    assert done.stdout == ""
+    assert done.stderr == "tllm: no case's name holds 'zzzz'; without --only, all are listed as they run\n"
