@@ -17,6 +17,7 @@ import pluggy
 from tllm_core.contracts.messages import EngineInfo, GenerationRequest, StepBatch
 from tllm_core.errors import NotAdmitted, Overloaded, PluginError, TllmError
 from tllm_core.registry import Registry
+from tllm_core.registry.interrupts import is_of_signal
 from tllm_core.registry.words import cause
 
 if TYPE_CHECKING:
@@ -46,9 +47,9 @@ class Observers:
     def _call(self, group: list[Callable[..., Any]], observer: Callable[..., Any], **arguments: object) -> None:
         try:
             observer(**arguments)
-        except KeyboardInterrupt:
-            raise
-        except BaseException:  # SystemExit too: it would end the thread that reads for everybody
+        except BaseException as error:  # SystemExit too: it would end the thread that reads for everybody
+            if is_of_signal(error):
+                raise
             if self._detach(group, observer):
                 log.exception("an observer raised and was detached: %s", observer)
 
@@ -83,13 +84,17 @@ class Implementation:
         except TllmError:
             raise
         except (Exception, SystemExit) as error:
+            if is_of_signal(error):
+                raise
             raise PluginError(f"{self} raised {cause(error)}; the request was not taken") from error
 
     def tell(self, **arguments: object) -> None:
         """Whatever it raises is logged, and no more."""
         try:
             self(**arguments)
-        except (Exception, SystemExit):
+        except (Exception, SystemExit) as error:
+            if is_of_signal(error):
+                raise
             log.exception("%s raised", self)
 
     def wrong(self, answer: object, wanted: str) -> PluginError:

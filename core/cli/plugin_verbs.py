@@ -5,6 +5,7 @@ from typing import Any
 
 from tllm_core.errors import PluginError
 from tllm_core.registry import Registry
+from tllm_core.registry.interrupts import is_of_signal
 
 Commands = argparse._SubParsersAction
 
@@ -17,6 +18,8 @@ def add_verb_of(name: str, commands: "Commands[Any]", registry: Registry) -> Non
     try:
         call(commands=commands)
     except (Exception, SystemExit) as error:
+        if is_of_signal(error):
+            raise
         what = f"{type(error).__name__}: {error}"
         raise PluginError(
             f"plugin {name!r} of {registry.origin('plugin', name)} can't add its verbs: {what}"

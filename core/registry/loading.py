@@ -13,6 +13,7 @@ from tllm_core.contracts.interfaces import Capability, EngineSpec, Launcher, Tra
 from tllm_core.errors import PluginError
 from tllm_core.registry.entries import Entry, Kind, owner_of, top_level
 from tllm_core.registry.implementations import hook_complaint
+from tllm_core.registry.interrupts import is_of_signal
 from tllm_core.registry.words import cause, remedy
 
 
@@ -39,9 +40,9 @@ def load_object(reference: str) -> Any:
     """
     try:
         return _resolve(reference)
-    except KeyboardInterrupt:
-        raise
     except BaseException as error:  # SystemExit too: what is loaded must not end its host
+        if is_of_signal(error):
+            raise
         owner = owner_of(reference)
         _explain(f"{reference!r} of {owner.origin}" if owner else repr(reference), reference, owner, error)
 
@@ -52,9 +53,9 @@ def load_entry(entry: Entry) -> Any:
         found = _resolve(entry.value)
         _require(found)
         complaint = _complaint(entry.kind, found)
-    except KeyboardInterrupt:
-        raise
     except BaseException as error:  # SystemExit too: a plugin must not end its host
+        if is_of_signal(error):
+            raise
         _explain(str(entry), entry.value, entry, error)
     if complaint:
         raise Broken(str(entry), complaint)

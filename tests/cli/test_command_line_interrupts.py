@@ -1,4 +1,4 @@
-"""An interrupt at any moment of the command line's start is exit code 130, and no traceback."""
+"""A signal at any moment of the command line's start ends it with the signal's exit code, and no traceback."""
 
 import os
 import signal
@@ -15,11 +15,11 @@ STRIKE = """
 import os, signal, sys
 
 class Strike:
-    \"\"\"Interrupts this very process when one module is looked for.\"\"\"
+    \"\"\"Sends this very process a signal when one module is looked for.\"\"\"
     @staticmethod
     def find_spec(name, path=None, target=None):
         if name == os.environ["STRIKE_AT"]:
-            os.kill(os.getpid(), signal.SIGINT)
+            os.kill(os.getpid(), int(os.environ["STRIKE_WITH"]))
 
 sys.meta_path.insert(0, Strike)
 """
@@ -31,17 +31,20 @@ def interrupted(tmp_path: Path) -> "Interrupted":
 
 
 class Interrupted:
-    """`tllm plugins --json` with an interrupt at the import of one module."""
+    """`tllm plugins --json` with a signal at the import of one module."""
 
     def __init__(self, folder: Path) -> None:
         (folder / "tllm").write_text(SCRIPT)
         (folder / "sitecustomize.py").write_text(STRIKE)
         self._folder = folder
+        self._path = os.pathsep.join(filter(None, [str(folder), os.environ.get("PYTHONPATH")]))
 
-    def __call__(self, module: str, prefix: str = "") -> "subprocess.CompletedProcess[str]":
+    def __call__(
+        self, module: str, prefix: str = "", number: int = signal.SIGINT
+    ) -> "subprocess.CompletedProcess[str]":
         return subprocess.run(
             ["bash", "-c", f"{prefix} exec {sys.executable} {self._folder / 'tllm'} plugins --json"],
-            env=os.environ | {"STRIKE_AT": module, "PYTHONPATH": str(self._folder)},
+            env=os.environ | {"STRIKE_AT": module, "STRIKE_WITH": str(int(number)), "PYTHONPATH": self._path},
             cwd=self._folder,
             capture_output=True,
             text=True,
@@ -68,6 +71,22 @@ class Interrupted:
 def test_an_interrupt_while_things_are_imported_is_exit_code_130(interrupted: Interrupted, module: str) -> None:
     done = interrupted(module)
     assert (done.returncode, done.stderr, done.stdout) == (128 + signal.SIGINT, "", "")
+
+
+@pytest.mark.parametrize(
+    "module",
+    [
+        "tllm_core.registry",
+        "tllm_core.cli.inspecting",
+        "tllm_core.transports.zmq",
+        "tllm_core.transports.nats",
+        "tllm_core.engines.echo",
+        "tllm_core.plugins.bench",
+    ],
+)
+def test_a_termination_while_things_are_imported_is_exit_code_143(interrupted: Interrupted, module: str) -> None:
+    done = interrupted(module, number=signal.SIGTERM)
+    assert (done.returncode, done.stderr, done.stdout) == (128 + signal.SIGTERM, "", "")
 
 
 def test_without_an_interrupt_it_runs(interrupted: Interrupted) -> None:
