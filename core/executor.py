@@ -39,10 +39,11 @@ from tllm_core.errors import (
 from tllm_core.frontend import Frontend, foreign
 from tllm_core.health import Health, health_of
 from tllm_core.ledger.result import GenerationResult
-from tllm_core.plan import OnPhase, Plan, ticket_for, wait_ready
+from tllm_core.plan import Plan, ticket_for
 from tllm_core.prompts import Params, is_one_prompt, many_prompts, per_prompt
 from tllm_core.wire.link import FrontendLink
 from tllm_core.wire.liveness import Liveness
+from tllm_core.world.ready import OnPhase, Starting
 
 Prompt = TokenIds | Sequence[int]
 
@@ -108,9 +109,10 @@ class GenerationExecutor(ControlCalls):
         world = plan.launcher.launch(spec)
         link: FrontendLink | None = None
         try:
-            start = wait_ready(world, on_phase)
+            starting = Starting(world, settings.liveness, on_phase)
+            start = starting.wait()
             link = plan.connect(start.address, spec, settings)
-            welcome = plan.open(link, OPEN_S)
+            welcome = plan.open(link, OPEN_S, starting.look)
             liveness = None if start.watcher is None else Liveness(settings.liveness)
             frontend = Frontend(
                 link,

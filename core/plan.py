@@ -1,4 +1,4 @@
-"""From settings to a running engine world: which parts were chosen, that they fit together, and the wait for Ready."""
+"""From settings to a running engine world: which parts were chosen, and that they fit together."""
 
 from __future__ import annotations
 
@@ -19,12 +19,8 @@ from tllm_core.contracts.interfaces import (
     Exited,
     Failed,
     FrontendPort,
-    Identified,
     Identity,
     Launcher,
-    Listening,
-    Phase,
-    Ready,
     Transport,
     World,
     WorldSpec,
@@ -34,7 +30,6 @@ from tllm_core.errors import (
     Cause,
     ConfigError,
     EngineDeadError,
-    EngineStartError,
     Expelled,
     PortError,
     Refused,
@@ -48,11 +43,10 @@ from tllm_core.wire.liveness import LivenessSettings
 from tllm_core.wire.settings import WireSettings
 from tllm_core.world.attached import AttachedWorld
 from tllm_core.world.process import host_id, identify, is_alive
+from tllm_core.world.ready import Start
 
 WORDS_S = 1.0
 """How long a watcher may take to say why a rank has ended."""
-
-OnPhase = Callable[[Phase], None]
 
 
 class Plan:
@@ -314,33 +308,3 @@ def _capabilities(registry: Registry, name: str) -> Capability:
         return registry.transport(name).capabilities
     except ConfigError:
         return Capability.NONE
-
-
-class Start(Struct):
-    """What a world said of itself before it was ready. watcher: the process that beats, beside the ranks."""
-
-    address: EngineAddress
-    ranks: tuple[Identity, ...]
-    watcher: Identity | None = None
-    watcher_address: EngineAddress | None = None
-
-
-def wait_ready(world: World, on_phase: OnPhase | None) -> Start:
-    """Blocks until Ready. Raises EngineStartError with the child's own error if the world fails or ends before."""
-    listening: Listening | None = None
-    ranks: tuple[Identity, ...] = ()
-    watcher: Identity | None = None
-    while True:
-        for event in world.events(None):
-            if isinstance(event, Identified):
-                ranks, watcher = event.ranks, event.watcher
-            elif isinstance(event, Listening):
-                listening = event
-            elif isinstance(event, Phase) and on_phase is not None:
-                on_phase(event)
-            elif isinstance(event, Failed | Exited):
-                raise EngineStartError(event.cause())
-            elif isinstance(event, Ready):
-                if listening is None:
-                    raise EngineStartError(Cause("the engine is ready, but said no address"))
-                return Start(listening.address, ranks, watcher, listening.watcher)

@@ -24,9 +24,9 @@ from tllm_core.llm.prompts import (
     encode,
     is_one_conversation,
 )
-from tllm_core.plan import OnPhase
 from tllm_core.prompts import Params, is_one_prompt, many_prompts, per_prompt
 from tllm_core.text import Tokenizer, Vocabulary, as_tokenizer, render_chat, sequences_of, token_sequences
+from tllm_core.world.ready import OnPhase
 
 DEFAULT_ENGINE = "tp"
 

@@ -25,7 +25,6 @@ class Launch(Struct, frozen=True, tag=True, kw_only=True):
     owner_pid: int
     owner_start: int
     ready_timeout_s: float | None
-    stall_report_s: float | None
     beat_interval_s: float
 
 

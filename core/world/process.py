@@ -17,6 +17,7 @@ from msgspec import Struct
 
 from tllm_core.contracts.interfaces import Identity
 from tllm_core.contracts.messages import RankState
+from tllm_core.world.descriptors import lifted
 
 LINUX = sys.platform == "linux"
 POLL_S = 0.02
@@ -121,7 +122,7 @@ def _answers(pid: int) -> bool:
 def open_pidfd(pid: int) -> int | None:
     """A descriptor that becomes readable when the process ends; None where the system has none or it is gone."""
     try:
-        return os.pidfd_open(pid)
+        return lifted(os.pidfd_open(pid))
     except (AttributeError, OSError):
         return None
 

@@ -4,6 +4,8 @@ import mmap
 import os
 import tempfile
 
+from tllm_core.world.descriptors import lifted
+
 SIZE = 24
 FOREVER_NS = 2**63
 FOREVER_S = 2**32
@@ -17,7 +19,7 @@ def create_shared() -> int:
         fd, path = tempfile.mkstemp()
         os.unlink(path)
     os.ftruncate(fd, SIZE)
-    return fd
+    return lifted(fd)
 
 
 class Unread:

@@ -3,6 +3,7 @@
 import contextlib
 import os
 import select
+import signal
 import socket
 import subprocess
 import sys
@@ -13,7 +14,6 @@ from typing import Annotated, ClassVar
 import msgspec
 from msgspec import Meta, Struct
 
-from tllm_core.config import convert_options
 from tllm_core.contracts.interfaces import (
     Capability,
     EngineAddress,
@@ -29,10 +29,11 @@ from tllm_core.contracts.interfaces import (
 )
 from tllm_core.contracts.messages import Plain
 from tllm_core.errors import Cause, ConfigError, EngineStartError, describe_exit
-from tllm_core.wire.liveness import LivenessSettings
 from tllm_core.world.channel import Channel, End, Kill, Launch
-from tllm_core.world.lane import discard
-from tllm_core.world.process import identify, kill_session, open_pidfd, poll_readable, wait_gone
+from tllm_core.world.descriptors import is_inheritable, pipe_pair, socket_pair
+from tllm_core.world.lane import discard, liveness_of
+from tllm_core.world.lookout import Lookout
+from tllm_core.world.process import identify, is_stopped, kill_session, open_pidfd, poll_readable, wait_gone
 from tllm_core.world.rank import resolve
 
 KILL_S = 2.0
@@ -70,7 +71,7 @@ class SpawnLauncher(Launcher):
             raise ConfigError(
                 f"engine.{spec.engine}: the options must be plain data to cross processes: {error}"
             ) from None
-        return SpawnWorld(launch)
+        return SpawnWorld(launch, self.settings.stall_report_s)
 
     def _order(self, spec: WorldSpec) -> Launch:
         python = self.settings.python or sys.executable
@@ -84,19 +85,18 @@ class SpawnLauncher(Launcher):
             owner_pid=os.getpid(),
             owner_start=identify(0, os.getpid()).start_time,
             ready_timeout_s=self.settings.ready_timeout_s,
-            stall_report_s=self.settings.stall_report_s,
-            beat_interval_s=convert_options(LivenessSettings, spec.liveness, "liveness").beat_interval_s,
+            beat_interval_s=liveness_of(spec).beat_interval_s,
         )
 
 
 class SpawnWorld(World):
     """An engine world under a watcher, as its owner holds it. In a fork of the owner every method does nothing."""
 
-    def __init__(self, launch: Launch) -> None:
+    def __init__(self, launch: Launch, stall_report_s: float | None = None) -> None:
         self._owner_pid = os.getpid()
         self._spec = launch.spec
         self._addresses: tuple[EngineAddress, ...] = ()
-        ours, theirs = socket.socketpair()
+        ours, theirs = socket_pair()
         try:
             self._popen = _start_watcher(launch.python, theirs)
         except OSError as error:
@@ -106,6 +106,8 @@ class SpawnWorld(World):
         finally:
             theirs.close()
         self._pidfd = open_pidfd(self._popen.pid)
+        self._watcher = identify(-1, self._popen.pid)
+        self._lookout = Lookout(self._watcher, liveness_of(launch.spec).dead_after_s / 2, stall_report_s)
         self._channel: Channel[WorldEvent] = Channel(ours, WorldEvent)
         self._channel.send(launch)
         self._waker, self._wakee = _wake_pipe()
@@ -126,6 +128,7 @@ class SpawnWorld(World):
                 if self._lost is None:
                     self._wait(timeout)
                 self._take()
+                self._look()
             events, self._queue = self._queue, []
             self._over = self._over or any(isinstance(event, Exited) for event in events)
             return events
@@ -153,9 +156,15 @@ class SpawnWorld(World):
             elif isinstance(event, Listening):
                 self._addresses = (event.address, *([] if event.watcher is None else [event.watcher]))
             self._exited = self._exited or isinstance(event, Exited)
+        self._lookout.note(events)
         self._queue += events
         if self._channel.eof and not self._exited:
             self._lose_watcher()
+
+    def _look(self) -> None:
+        failed = self._lookout.look()
+        if failed is not None:
+            self._queue.append(failed)
 
     def _lose_watcher(self) -> None:
         """The watcher is gone without a word, and its ranks with it. That is told at once; Exited when they are seen gone."""
@@ -192,6 +201,8 @@ class SpawnWorld(World):
             self._killed = True
             self._channel.send(Kill())
             self._channel.shut()
+            if is_stopped(self._watcher):  # going on, it ends its world more thoroughly than its death would
+                self._popen.send_signal(signal.SIGCONT)
             self._reap()
             wait_gone(self._ranks, KILL_S)
             self._free()
@@ -241,25 +252,19 @@ class SpawnWorld(World):
 
 def _start_watcher(python: str, sock: socket.socket) -> subprocess.Popen[bytes]:
     # -P: a file in the current directory must not hide a module. Its own session: the terminal's signals are the owner's.
+    shown = is_inheritable(2)
     return subprocess.Popen(
         [python, "-P", "-m", "tllm_core.world", "watcher", str(sock.fileno()), str(os.getpid())],
         stdin=subprocess.DEVNULL,
-        stdout=2 if _is_open(2) else subprocess.DEVNULL,
+        stdout=2 if shown else subprocess.DEVNULL,
+        stderr=None if shown else subprocess.DEVNULL,
         pass_fds=[sock.fileno()],
         start_new_session=True,
     )
 
 
-def _is_open(fd: int) -> bool:
-    try:
-        os.fstat(fd)
-    except OSError:
-        return False
-    return True
-
-
 def _wake_pipe() -> tuple[int, int]:
-    reader, writer = os.pipe()
+    reader, writer = pipe_pair()
     os.set_blocking(reader, False)
     os.set_blocking(writer, False)
     return writer, reader

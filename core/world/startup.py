@@ -1,35 +1,48 @@
 """What start-up is doing, in words, and since when."""
 
 import time
+from collections.abc import Sequence
 
 from tllm_core.contracts.interfaces import Phase
-from tllm_core.world.channel import Launch
+from tllm_core.contracts.messages import RankState
 
 
 class StartUp:
-    """Follows the phases of a world that is not ready yet."""
+    """Follows the phases of a world that is not ready yet, and which of its ranks stand still."""
 
-    def __init__(self, launch: Launch) -> None:
-        self._launch = launch
-        self._phase = Phase(0, "starting")
-        self._since = time.monotonic()
+    def __init__(self) -> None:
+        self._phases: dict[int, Phase] = {}
+        self._shown = Phase(0, "starting")
+        self._since = self._told_at = time.monotonic()
+        self._stopped: list[int] = []
 
     def note(self, phase: Phase) -> None:
-        if (phase.rank, phase.name) != (self._phase.rank, self._phase.name):
-            self._since = time.monotonic()
-        self._phase = phase
+        """Ranks that load side by side tell the same phase in turn: it begins with the last of them."""
+        before = self._phases.get(phase.rank)
+        self._phases[phase.rank] = phase
+        if before is None or before.name != phase.name:
+            self._shown, self._since = phase, time.monotonic()
+        elif self._shown.rank == phase.rank:
+            self._shown = phase
 
-    def stall(self) -> str | None:
-        """A line for stderr once the present phase has taken longer than `stall_report_s`."""
-        limit = self._launch.stall_report_s
-        if limit is None or time.monotonic() - self._since < limit:
+    def note_states(self, states: Sequence[RankState]) -> None:
+        """As of the last beat."""
+        self._stopped = [rank for rank, state in enumerate(states) if state == RankState.STOPPED]
+
+    def stall(self, limit_s: float) -> str | None:
+        """What to tell people: once the present phase has taken longer than `limit_s`, and again each time as much has passed."""
+        now = time.monotonic()
+        if now - max(self._since, self._told_at) < limit_s:
             return None
-        return f"tllm: still starting: {self._where()}\n"
+        self._told_at = now
+        return f"still starting: {self._where()}"
 
-    def given_up(self) -> str:
+    def given_up(self, limit_s: float) -> str:
         """Why the world was given up after `ready_timeout_s`."""
-        return f"the engine was not ready within {self._launch.ready_timeout_s:g} s (ready_timeout_s); {self._where()}"
+        return f"the engine was not ready within {limit_s:g} s (ready_timeout_s); {self._where()}"
 
     def _where(self) -> str:
-        done = "" if self._phase.done is None else f" ({self._phase.done:.0%} done)"
-        return f"rank {self._phase.rank} has been {self._phase.name!r}{done} for {time.monotonic() - self._since:.0f} s"
+        done = "" if self._shown.done is None else f" ({self._shown.done:.0%} done)"
+        since_s = time.monotonic() - self._since
+        stopped = "".join(f"; rank {rank} is stopped" for rank in self._stopped)
+        return f"rank {self._shown.rank} has been {self._shown.name!r}{done} for {since_s:.0f} s{stopped}"

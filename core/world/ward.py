@@ -11,6 +11,7 @@ from tllm_core.contracts.interfaces import Failed, Identity, Ready
 from tllm_core.contracts.messages import Beat, RankState
 from tllm_core.errors import describe_exit
 from tllm_core.world.channel import Begin, Channel, FromRank, Launch
+from tllm_core.world.descriptors import lifted, pipe_pair, socket_pair
 from tllm_core.world.process import LINUX, identify, kill_group, kin_cpu_s, open_pidfd, read_stat
 from tllm_core.world.progress import Progress
 from tllm_core.world.stacks import STACKS_SIGNAL
@@ -29,8 +30,8 @@ class Ward:
         self.failed: Failed | None = None
         self.exitcode: int | None = None
         self._kin_cpu_s = 0.0
-        ours, theirs = socket.socketpair()
-        reader, writer = os.pipe()
+        ours, theirs = socket_pair()
+        reader, writer = pipe_pair()
         try:
             self._popen = _start(python, theirs.fileno(), writer, inherited)
         except OSError:
@@ -122,7 +123,8 @@ def start_wards(launch: Launch, shared: int, relay: Relay) -> Iterator[Ward]:
 
 def _bind_store() -> socket.socket:
     """A port for the engine's rendezvous: bound before it is advertised, so that nobody else can take it."""
-    return socket.create_server(("127.0.0.1", 0))
+    server = socket.create_server(("127.0.0.1", 0))
+    return socket.socket(fileno=lifted(server.detach()))
 
 
 def _begin(launch: Launch, rank: int, shared: int, store: socket.socket | None) -> Begin:

@@ -89,7 +89,7 @@ class Watcher:
         self._verdict: Failed | None = None
         self._suspected: Ward | None = None
         self._ready = self._leaving = self._killed = False
-        self._start_up = StartUp(launch)
+        self._start_up = StartUp()
         self._liveness = Liveness(liveness_of(launch.spec))
         self._hangs = HangWatch(self._loop, self._relay, self._judge_hang)
         self._beats = 0
@@ -182,10 +182,9 @@ class Watcher:
         self._beat()
         if any(ward.pidfd is None for ward in self._wards):
             self._poll()
-        if self._launch.ready_timeout_s is not None:
-            self._loop.later(self._launch.ready_timeout_s, self._give_start_up)
-        if self._launch.stall_report_s is not None:
-            self._loop.later(self._launch.stall_report_s, self._report_stall)
+        limit_s = self._launch.ready_timeout_s
+        if limit_s is not None:
+            self._loop.later(limit_s, lambda: self._give_start_up(limit_s))
 
     def _beat(self) -> None:
         self._loop.later(self._launch.beat_interval_s, self._beat)
@@ -196,13 +195,20 @@ class Watcher:
         if RankState.GONE in beat.states:  # how it ended is worth more than that it did
             for ward in self._wards:
                 self._look_after(ward)
+            if self._suspected is not None and self._verdict is None:
+                return  # whose end it was is about to be told
+        self._start_up.note_states(beat.states)
         self._news.beat(beat)
         self._liveness.beat(beat, now)
-        verdict = self._liveness.poll(now, path_ok_at=now)
-        if self._ready and not self._leaving:
+        self._judge(self._liveness.poll(now, path_ok_at=now))
+
+    def _judge(self, verdict: Verdict | None) -> None:
+        if self._leaving:
+            return
+        if self._ready:
             self._hangs.note(self._liveness.hung, self._alive())
-            if verdict is not None:
-                self._fail(Failed(verdict.message, verdict.rank))
+        if verdict is not None:
+            self._fail(Failed(verdict.message, verdict.rank))
 
     def _judge_hang(self, verdict: Verdict) -> None:
         """The stacks of a hang are out. Where that is configured, it ends the world, unless it was over in the meantime."""
@@ -215,16 +221,9 @@ class Watcher:
             self._look_after(ward)
         self._loop.later(POLL_S, self._poll)
 
-    def _give_start_up(self) -> None:
+    def _give_start_up(self, limit_s: float) -> None:
         if not self._ready:
-            self._fail(Failed(self._start_up.given_up()))
-
-    def _report_stall(self) -> None:
-        if self._ready or self._verdict is not None or self._launch.stall_report_s is None:
-            return
-        if report := self._start_up.stall():
-            self._relay.put(report.encode())
-        self._loop.later(self._launch.stall_report_s, self._report_stall)
+            self._fail(Failed(self._start_up.given_up(limit_s)))
 
     # -------------------------------------------------------------------------------------------------- ranks
 

@@ -22,9 +22,10 @@ from tllm_core.config import load_settings
 from tllm_core.contracts.interfaces import EngineAddress, Frame, WorldSpec
 from tllm_core.engines.echo import expected_tokens
 from tllm_core.frontend import Frontend
-from tllm_core.plan import Plan, wait_ready
+from tllm_core.plan import Plan
 from tllm_core.transports.zmq.packing import measure, pack
 from tllm_core.wire.header import ACK, BEAT, GONE, HELLO, MESSAGE, REFUSE, STEP, WELCOME, Seal
+from tllm_core.world.ready import Starting
 
 FRAMES = int(os.environ.get("TLLM_FUZZ_FRAMES", "10000"))
 KINDS = (HELLO, WELCOME, REFUSE, GONE, MESSAGE, STEP, ACK, BEAT)
@@ -175,7 +176,7 @@ def between(tmp_path: Path) -> Iterator[tuple[GenerationExecutor, Middle, Path]]
     plan = Plan.of(settings)
     spec: WorldSpec = plan.world_spec(settings)
     world = plan.launcher.launch(spec)
-    start = wait_ready(world, None)
+    start = Starting(world, settings.liveness).wait()
     own = f"ipc://{tmp_path}/middle"
     seed = secrets.randbits(32)
     print(f"seed {seed}")

@@ -105,13 +105,9 @@ def test_a_module_that_cannot_be_imported_is_named(spawned_ipc: Worlds, engine_m
 def test_a_class_that_lacks_what_an_engine_must_do_is_named(
     anywhere: Worlds, engine_module: Any, trace: Trace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name in ("strange", "strange_spec"):  # an inline world imports into this process
-        monkeypatch.delitem(sys.modules, name, raising=False)
-    error = fails(anywhere, engine_module("class StrangeEngine(Engine): pass"))
+    error = _of_fresh_module(anywhere, engine_module("class StrangeEngine(Engine): pass"), monkeypatch)
     assert "StrangeEngine" in str(error)
     assert "step" in str(error)
-    for name in ("strange", "strange_spec"):
-        monkeypatch.delitem(sys.modules, name, raising=False)
     assert trace.processes() == {}
 
 
@@ -123,6 +119,67 @@ def test_the_end_of_stderr_is_shown_where_nothing_else_was_said(
     assert "out of cards" in str(error)
     assert (error.root_cause.stderr_tail or "").endswith("out of cards\n")
     capfd.readouterr()
+
+
+def test_a_message_of_any_length_is_told_by_its_beginning_and_end(
+    anywhere: Worlds, engine_module: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = """
+        class StrangeEngine(Engine):
+            def submit(self, request): pass
+            def abort(self, request_id): pass
+            def step(self): pass
+            def start(self, context):
+                raise ValueError("begins " + "x" * 10_000_000 + " ends")
+        """
+    error = _of_fresh_module(anywhere, engine_module(engine), monkeypatch)
+    message = error.root_cause.message
+    assert message.startswith("ValueError: begins xxx")
+    assert message.endswith("xxx ends")
+    assert f"[... {len('ValueError: begins  ends') + 10_000_000 - 8192} characters are left out ...]" in message
+    assert "in start" in (error.root_cause.traceback or "")
+    assert len(str(error)) < 50_000
+
+
+@pytest.mark.parametrize(
+    ("odd", "words"),
+    [
+        (
+            "def __str__(self): raise KeyError('no words')",
+            "Odd: <what it says can't be had: its __str__ raised KeyError>",
+        ),
+        ("def __str__(self): return 5", "Odd: <what it says can't be had: its __str__ raised TypeError>"),
+        ("def __str__(self): return 'a \\udce4 b'", r"Odd: a \udce4 b"),
+    ],
+    ids=["raises", "is no text", "can't be encoded"],
+)
+def test_an_exception_that_cannot_be_said_is_told_by_its_type(
+    anywhere: Worlds, engine_module: Any, monkeypatch: pytest.MonkeyPatch, odd: str, words: str
+) -> None:
+    engine = f"""
+        class Odd(Exception):
+            {odd}
+        class StrangeEngine(Engine):
+            def submit(self, request): pass
+            def abort(self, request_id): pass
+            def step(self): pass
+            def start(self, context):
+                raise Odd
+        """
+    error = _of_fresh_module(anywhere, engine_module(engine), monkeypatch)
+    assert (error.root_cause.message, error.root_cause.kind) == (words, "Odd")
+    assert "in start" in (error.root_cause.traceback or "")
+
+
+def _of_fresh_module(worlds: Worlds, engine: str, monkeypatch: pytest.MonkeyPatch) -> EngineStartError:
+    """An inline world imports into this process, where the module of another test may be."""
+    for name in ("strange", "strange_spec"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    try:
+        return fails(worlds, engine)
+    finally:
+        for name in ("strange", "strange_spec"):
+            monkeypatch.delitem(sys.modules, name, raising=False)
 
 
 @pytest.mark.parametrize(

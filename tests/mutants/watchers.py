@@ -61,7 +61,7 @@ class BeatsWithoutLooking(Watcher):
 class NeverGivesUp(Watcher):
     """A start may take as long as it likes."""
 
-    def _give_start_up(self):
+    def _give_start_up(self, limit_s):
         """Waits on."""
 
 

@@ -51,12 +51,13 @@ class Watched:
         return [event for event in self.seen if isinstance(event, kind)]
 
 
-def world_spec(engine="echo", **engine_options):
+def world_spec(engine="echo", liveness=None, **engine_options):
     return WorldSpec(
         engine=engine,
         engine_options=engine_options,
         engine_name=f"engine-{secrets.token_hex(4)}",
         transport=TRANSPORT,
+        liveness=liveness or {},
         key=b"k" * 32,
         owner=b"o" * 16,
         generation=secrets.randbits(63),

@@ -201,7 +201,8 @@ def test_a_world_that_never_gets_ready_is_given_up_and_the_phase_is_named(spawn,
 
 @pytest.mark.parametrize("late", [False, True])
 def test_any_rank_that_fails_to_start_is_named_and_ends_the_others(spawn, late):
-    world = spawn(world_size=3, **fault(at="start", do="raise", rank=2, message="no card"))
+    patient = {"dead_after_s": 600}
+    world = spawn(world_size=3, liveness=patient, **fault(at="start", do="raise", rank=2, message="no card"))
     if late:
         last = world.until(Identified).ranks[2].pid
         os.kill(last, signal.SIGSTOP)
