@@ -346,10 +346,12 @@ class Frontend:
         if self.world is None:
             return
         budget = deadline.left() or 0.0
-        if isinstance(self._verdict, EngineDeadError):
+        is_dead = isinstance(self._verdict, EngineDeadError)
+        if is_dead:
             budget = min(budget, DEAD_STOP_S)
-        if not self.world.stop(max(budget, 0.0)):
-            log.warning("the engine world did not stop within its bound and is killed")
+        ended = self.world.stop(max(budget, 0.0))
+        if not ended and not is_dead and budget > 0:  # else its end is known, or it was to be killed
+            log.warning("the engine did not end within %.3g s of being told to, and is killed", budget)
         self.world.kill()
 
     def leave(self) -> None:

@@ -6,13 +6,13 @@ import os
 import shlex
 import signal
 import sys
-import tempfile
 from collections.abc import Iterator
 from types import FrameType
 from typing import TYPE_CHECKING
 
 from tllm_core.cli.arguments import add_common, settings_of
-from tllm_core.cli.terminal import SHUTDOWN_S, Progress
+from tllm_core.cli.private_place import private_place
+from tllm_core.cli.terminal import SHUTDOWN_S, Progress, tell_warnings
 from tllm_core.errors import ConfigError, EngineDeadError, TransportError
 from tllm_core.registry import Registry
 
@@ -65,17 +65,14 @@ def worker(arguments: argparse.Namespace) -> int:
             return 0
 
 
-def _place(attach_file: str | None) -> "contextlib.AbstractContextManager[str]":
+@contextlib.contextmanager
+def _place(attach_file: str | None) -> Iterator[str]:
     """The attach file's path; where none was given, in a directory that only this user can enter, and that goes again."""
     if attach_file is not None:
-        return contextlib.nullcontext(attach_file)
-    return _private_place()
-
-
-@contextlib.contextmanager
-def _private_place() -> Iterator[str]:
-    with tempfile.TemporaryDirectory(prefix="tllm-worker-") as directory:
-        yield os.path.join(directory, "engine.json")
+        yield attach_file
+        return
+    with private_place() as directory:
+        yield os.fspath(directory / "engine.json")
 
 
 def _config_of(arguments: argparse.Namespace) -> str | None:
@@ -90,6 +87,7 @@ def _serve(settings: "Settings", path: str, claim: "Claim", config: str | None) 
     from tllm_core.attach import remove_attach_file
     from tllm_core.executor import GenerationExecutor
 
+    tell_warnings()
     progress = Progress(lines=True)
     try:
         executor = GenerationExecutor.create(settings, on_phase=progress)

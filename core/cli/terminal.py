@@ -1,6 +1,7 @@
 """What people see while they wait, and the end of a world that was started for one command."""
 
 import contextlib
+import logging
 import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -13,7 +14,8 @@ if TYPE_CHECKING:
     from tllm_core.config import Settings
     from tllm_core.executor import GenerationExecutor
 
-SHUTDOWN_S = 1.0
+SHUTDOWN_S = 5.0
+"""How long an engine may take to end in order, on a busy machine too; a second signal ends it at once."""
 CLEAR = "\r\x1b[K"
 
 
@@ -48,12 +50,13 @@ class Progress:
 
 @contextlib.contextmanager
 def running(settings: "Settings", *, lines: bool = False) -> Iterator["GenerationExecutor"]:
-    """A world for one command: progress while it starts, and gone within a second however the command ends.
+    """A world for one command: progress while it starts, and gone within SHUTDOWN_S however the command ends.
 
     Where `attach.file` is set: somebody else's, which stays.
     """
     from tllm_core.executor import GenerationExecutor
 
+    tell_warnings()
     progress = Progress(lines=lines)
     try:
         if settings.attach.file is None:
@@ -65,13 +68,37 @@ def running(settings: "Settings", *, lines: bool = False) -> Iterator["Generatio
     try:
         yield executor
     finally:
+        end(executor)
+
+
+def end(executor: "GenerationExecutor") -> None:
+    """In order, or at once where a signal interrupts that."""
+    try:
+        executor.shutdown(timeout=SHUTDOWN_S)
+    except BaseException:
         with _uninterrupted():
-            executor.shutdown(timeout=SHUTDOWN_S)
+            executor.shutdown(timeout=0)
+        raise
+
+
+class _Told(logging.Handler):
+    """To stderr, as the command's own words."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if sys.stderr is not None:
+            print(f"tllm: {self.format(record)}", file=sys.stderr, flush=True)
+
+
+def tell_warnings() -> None:
+    """From now on what the library warns of is told as the command's own words."""
+    logger = logging.getLogger("tllm_core")
+    if not any(isinstance(handler, _Told) for handler in logger.handlers):
+        logger.addHandler(_Told(logging.WARNING))
 
 
 @contextlib.contextmanager
 def _uninterrupted() -> Iterator[None]:
-    # The end is bounded, so that an impatient second Ctrl-C can only leave something behind.
+    # It is killed by now, so that an impatient third Ctrl-C can only leave something behind.
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
         yield

@@ -97,6 +97,27 @@ def test_a_killed_worker_takes_its_frontends_along(worker):
     assert wait_gone(frontends, 10)
 
 
+def test_what_a_killed_worker_has_left_goes_with_the_next_one_and_what_a_living_one_has_stays(
+    worker, tmp_path, monkeypatch
+):
+    place = tmp_path / "place"
+    place.mkdir()
+    monkeypatch.setenv("TMPDIR", str(place))
+    killed, living = worker("serve", 1), worker("serve", 1)
+    for process in (killed, living):
+        lines(process, "tokens", 1)
+    assert len(list(place.glob("tllm-worker-*/engine.json"))) == 2
+    os.kill(killed.pid, signal.SIGKILL)
+    killed.wait()
+    last = worker("once", 1)
+    assert last.wait(60) == 0, last.stderr
+    assert len(list(place.glob("tllm-worker-*"))) == len(list(place.glob("tllm-worker-*/engine.json"))) == 1
+    lines(living, "tokens", 1)
+    os.kill(living.pid, signal.SIGTERM)
+    assert living.wait(60) == 0, living.stderr
+    assert list(place.glob("tllm-worker-*")) == []
+
+
 def test_those_that_fail_are_told_and_make_the_worker_fail(worker):
     process = worker("fails", 2)
     assert process.wait(60) == 1

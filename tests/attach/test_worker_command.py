@@ -51,6 +51,7 @@ def test_worker_ends_in_order_on_a_signal(worker_process, attach_process, socket
     frontend.until("tokens")
     os.kill(worker.pid, number)
     assert worker.wait() == 0, worker.stderr
+    assert worker.stderr == ""
     words = frontend.until("error")
     assert words["error"] == "EngineDeadError"
     assert words["message"].startswith("the engine was stopped")
@@ -69,6 +70,16 @@ def test_a_second_signal_ends_a_worker_whose_engine_does_not_end(worker_process,
     os.kill(worker.pid, signal.SIGTERM)
     os.kill(worker.pid, signal.SIGTERM)
     assert worker.wait() == 0, worker.stderr
+    assert wait_gone(processes, 0.5)
+
+
+def test_an_engine_that_does_not_end_is_killed_and_that_is_told(worker_process):
+    worker, path = worker_process(faults='[{at = "close", do = "hang"}]')
+    worker.line()
+    processes = processes_of(path)
+    os.kill(worker.pid, signal.SIGTERM)
+    assert worker.wait() == 0, worker.stderr
+    assert worker.stderr == "tllm: the engine did not end within 5 s of being told to, and is killed\n"
     assert wait_gone(processes, 0.5)
 
 
