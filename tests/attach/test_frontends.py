@@ -58,7 +58,7 @@ def lines(process, word, count):
     found = []
     while len(found) < count:
         line = process.line()
-        assert line is not None, process.stderr
+        assert line is not None, (process.wait(), process.stderr)
         if line.split()[0] == word and not any(line.split()[1] == other[1] for other in found if word == "tokens"):
             found.append(line.split())
     return found
