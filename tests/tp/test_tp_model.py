@@ -8,6 +8,7 @@ import torch
 
 from tests.tp.reference import VOCAB, expected, forward, load, prompt_of, reference
 from tllm_core.engines.tp.linear import Linear
+from tllm_core.engines.tp.norm import RmsNorm
 from tllm_core.engines.tp.rope import rope_table, rotate, rotation
 from tllm_core.engines.tp.runner import Runner
 from tllm_core.engines.tp.spec import TpSettings
@@ -220,6 +221,22 @@ def test_rotation_keeps_lengths_and_depends_on_distance_alone() -> None:
 
     torch.testing.assert_close(score(7, 3), score(77, 73), atol=1e-5, rtol=1e-5)
     assert abs(score(7, 3) - score(7, 5)) > 1e-3
+
+
+@pytest.mark.parametrize("of_weight", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("of_rows", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("size", [1e-6, 1e-2, 1.0, 1e4])
+def test_norms_are_exact_before_they_are_rounded_once(
+    size: float, of_rows: torch.dtype, of_weight: torch.dtype
+) -> None:
+    """Whatever the rows' size: where it is small, epsilon is most of what they are divided by; zeros stay zeros."""
+    torch.manual_seed(0)
+    weight, x = torch.randn(96).to(of_weight), (torch.randn(3, 5, 96) * size).to(of_rows)
+    x[1, 2] = 0
+    exact = torch.nn.functional.rms_norm(x.double(), (96,), weight.double(), 1e-5)
+    normed = RmsNorm(weight, 1e-5)(x)
+    assert normed.dtype == of_rows
+    torch.testing.assert_close(normed, exact.to(of_rows), atol=1e-6, rtol=1e-6 if of_rows == torch.float32 else 2**-7)
 
 
 @pytest.mark.parametrize("rows", [1, 2, 8, 100])
