@@ -26,8 +26,8 @@ _PIECE_ROWS = 64
 class _DecodeGroup:
     """Sequences of similar length. rows: [size] their tokens, None = all decoding tokens in order.
 
-    pages: [2 * size * pages] rows of the cache viewed as [2 * num_blocks, ...], keys' then values'. longest: keys of each
-    that are computed with, from the first page on. mask: None where all of them count.
+    pages: see `_keys_and_values`. longest: keys of each that are computed with, from the first page on. mask: None where all
+    of them count.
     """
 
     rows: torch.Tensor | None
@@ -143,7 +143,7 @@ class TorchAttention(AttentionBackend):
         counts = metadata.kv_indptr[members + 1] - starts
         # A short sequence is padded with its own last page, so that it never reads what others wrote there.
         columns = torch.arange(int(counts.max())).expand(len(group), -1).minimum(counts.unsqueeze(1) - 1)
-        pages = metadata.kv_indices[starts.unsqueeze(1) + columns].flatten()
+        pages = metadata.kv_indices[starts.unsqueeze(1) + columns]
         longest = int(lengths.max())
         mask = None
         if int(lengths.min()) != longest or int(firsts.max()):
@@ -154,7 +154,7 @@ class TorchAttention(AttentionBackend):
         return _DecodeGroup(
             rows=None if whole else members.to(self.cache.device),
             size=len(group),
-            pages=self._both(pages),
+            pages=self._keys_and_values(pages),
             longest=longest,
             mask=mask,
         )
@@ -166,7 +166,8 @@ class TorchAttention(AttentionBackend):
         if context:
             skipped = 0 if window is None else max(0, context + 1 - window) // metadata.block_size
             first, last = metadata.kv_indptr[i : i + 2].tolist()
-            pages, base = self._both(metadata.kv_indices[first + skipped : last]), skipped * metadata.block_size
+            pages = self._keys_and_values(metadata.kv_indices[first + skipped : last].unsqueeze(0))
+            base = skipped * metadata.block_size
         pieces = []
         for top in range(start, end, _PIECE_ROWS):
             bottom = min(top + _PIECE_ROWS, end)
@@ -207,8 +208,10 @@ class TorchAttention(AttentionBackend):
 
     # ------------------------------------------------------------------------------------------------- pages
 
-    def _both(self, pages: torch.Tensor) -> torch.Tensor:
-        return torch.cat((pages, pages + self.cache.shape[2])).to(self.cache.device)
+    def _keys_and_values(self, pages: torch.Tensor) -> torch.Tensor:
+        """pages: [size, count] of each sequence. [2 * size * count] rows of the cache viewed as [2 * num_blocks, ...]: each
+        sequence's keys, then its values, so that the core that gathers a sequence is the one that attends to it."""
+        return torch.cat((pages, pages + self.cache.shape[2]), dim=1).flatten().to(self.cache.device)
 
     def _gather(self, layer: int, pages: torch.Tensor, size: int, length: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values, [size, kv_heads, length, head_dim] each: views of a buffer that the next call overwrites."""
@@ -219,8 +222,8 @@ class TorchAttention(AttentionBackend):
         into = self._buffer[:count].view(pages.shape[0], source.shape[1])
         torch.index_select(source, 0, pages, out=into)
         kv_heads, head_dim = self.cache.shape[4:]
-        both = into.view(2, size, -1, kv_heads, head_dim)[:, :, :length].transpose(2, 3)
-        return both[0], both[1]
+        both = into.view(size, 2, -1, kv_heads, head_dim)[:, :, :length].transpose(2, 3)
+        return both[:, 0], both[:, 1]
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
