@@ -351,7 +351,7 @@ class Frontend:
             budget = min(budget, DEAD_STOP_S)
         ended = self.world.stop(max(budget, 0.0))
         if not ended and not is_dead and budget > 0:  # else its end is known, or it was to be killed
-            log.warning("the engine did not end within %.3g s of being told to, and is killed", budget)
+            log.warning("the engine did not end in the time that it was given for that, and is killed")
         self.world.kill()
 
     def leave(self) -> None:

@@ -10,7 +10,7 @@ from tllm_core.contracts.interfaces import Beaten, Exited, Failed, Identity, Por
 from tllm_core.contracts.messages import DownMessage, Goodbye, Obituary, Plain
 from tllm_core.errors import PortClosed, TransportError
 from tllm_core.wire.link import FrontendLink
-from tllm_core.world.process import is_alive
+from tllm_core.world.process import ends
 from tllm_core.world.vigil import Vigil
 
 WORDS_S = 0.05
@@ -64,7 +64,7 @@ class AttachedWorld(World):
         """A watcher tells of every end but its own, which takes the ranks along: one that is gone and said nothing was first,
         whichever end was noticed before."""
         for name, identity in self._processes.items():
-            if identity.rank < 0 and not is_alive(identity):
+            if identity.rank < 0 and ends(identity):
                 return name
         return self._ended
 

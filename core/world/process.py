@@ -25,14 +25,16 @@ POLL_S = 0.02
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
+_PF_EXITING = 0x4
 _STATES = {"T": RankState.STOPPED, "t": RankState.STOPPED, "Z": RankState.GONE, "X": RankState.GONE}
 
 
 class Stat(Struct, frozen=True):
     """A process as /proc/PID/stat shows it. `cpu_s`: user and system seconds, with those of children that ended and were waited
-    for. `start_time`: clock ticks since boot."""
+    for. `start_time`: clock ticks since boot. `ends`: it is on its way out, whatever its state says."""
 
     state: RankState
+    ends: bool
     session: int
     cpu_s: float
     start_time: int
@@ -49,11 +51,11 @@ def read_stat(pid: int) -> Stat | None:
     ticks = sum(map(int, fields[11:15]))
     state = _STATES.get(fields[0], RankState.RUNNING)
     if state is RankState.GONE and int(fields[17]) > 1:
-        state = (
-            RankState.RUNNING
-        )  # its main thread ended first: the others still hold its files, and it can't be reaped yet
+        # Its main thread ended first: the others still hold its files, and it can't be reaped yet.
+        state = RankState.RUNNING
     return Stat(
         state=state,
+        ends=bool(int(fields[6]) & _PF_EXITING),
         session=int(fields[3]),
         cpu_s=ticks / os.sysconf("SC_CLK_TCK"),
         start_time=int(fields[19]),
@@ -101,6 +103,14 @@ def is_alive(identity: Identity) -> bool:
         return _answers(identity.pid)
     stat = read_stat(identity.pid)
     return stat is not None and stat.start_time == identity.start_time and stat.state is not RankState.GONE
+
+
+def ends(identity: Identity) -> bool:
+    """Whether that very process is gone or about to be: its files may be closed well before `is_alive` says so."""
+    if not LINUX:
+        return not _answers(identity.pid)
+    stat = read_stat(identity.pid)
+    return stat is None or stat.start_time != identity.start_time or stat.ends
 
 
 def is_stopped(identity: Identity) -> bool:

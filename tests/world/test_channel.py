@@ -15,7 +15,7 @@ from tllm_core.contracts.messages import RankState
 from tllm_core.world.channel import Channel
 from tllm_core.world.deadlines import Deadlines
 from tllm_core.world.loop import Loop
-from tllm_core.world.process import identify, is_alive, kin_cpu_s, read_stat, wait_gone
+from tllm_core.world.process import ends, identify, is_alive, kin_cpu_s, read_stat, wait_gone
 from tllm_core.world.progress import Progress, create_shared
 from tllm_core.world.stderr import BACKLOG_BYTES, Relay, Tail
 
@@ -169,12 +169,15 @@ def test_a_process_is_told_from_a_later_one_of_the_same_pid_and_a_zombie_is_gone
     assert is_alive(identity)
     assert not is_alive(type(identity)(0, child.pid, identity.start_time + 1))
     assert read_stat(child.pid).state is RankState.RUNNING
+    assert not ends(identity)
     assert not wait_gone([identity], 0.01)
     child.kill()
     assert wait_gone([identity], 20)
     assert read_stat(child.pid).state is RankState.GONE
+    assert ends(identity)
     child.wait()
     assert read_stat(child.pid) is None
+    assert ends(identity)
 
 
 def test_what_children_and_their_children_compute_is_counted():
