@@ -73,7 +73,7 @@ $(VENV)/.test: $(VENV)/.torch $(SOURCES)
 	touch $@
 
 soak: $(VENV)/.test
-	TLLM_SOAK_REQUESTS=100000 TLLM_SOAK_ENGINE_REQUESTS=10000 TLLM_SOAK_IDLE_S=600 TLLM_FUZZ_FRAMES=1000000 $(BIN)/python -m pytest tests/soak tests/faults/test_fuzz.py -s --timeout 3600 -o faulthandler_timeout=3500
+	TLLM_SOAK_REQUESTS=100000 TLLM_SOAK_ENGINE_REQUESTS=10000 TLLM_SOAK_IDLE_S=600 TLLM_FUZZ_FRAMES=1000000 TLLM_EQUALITY_TOKENS=64 $(BIN)/python -m pytest tests/soak tests/faults/test_fuzz.py tests/tp/test_tp_equality.py -s --timeout 3600 -o faulthandler_timeout=3500
 	$(BIN)/python -m tests.simulation --seed 10000000 --schedules 50000 --processes 2
 
 clean:

@@ -111,7 +111,7 @@ def test_watcher_and_ranks_killed_together_are_noticed_without_a_word(own, attac
     assert words["at"] - killed_at < GENEROUS_S
 
 
-@pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGTERM])
 def test_a_killed_watcher_is_what_attached_frontends_hear_of(own, attach_process, signum):
     """Whichever end is noticed first: the ranks go with it."""
     owned = own(liveness="dead_after_s = 60")

@@ -6,6 +6,7 @@ their last bits with the number of rows.
 
 import inspect
 import json
+import os
 import random
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,8 @@ pytestmark = [pytest.mark.model, pytest.mark.timeout(900)]
 
 TIE = 1e-3
 NEW_TOKENS = 64
+ALONE_TOKENS = int(os.environ.get("TLLM_EQUALITY_TOKENS", "16"))
+"""Of each prompt alone, whose steps take as long as those of all together: NEW_TOKENS in `make soak`."""
 AT_ONCE = 5
 LENGTHS = (5, 6, 8, 11, 15, 16, 17, 23, 31, 32, 48, 64, 90, 127, 160, 222, 300, 411, 513, 600)
 SHORT = (
@@ -150,12 +153,12 @@ def engine(model_dir: Path) -> Any:
     engine.close()
 
 
-def parted_at_ties(found: list[list[int]], references: list[Reference]) -> int:
-    """How many rows part from their reference, all of them at a tie. Fails for any that part elsewhere."""
+def parted_at_ties(found: list[list[int]], references: list[Reference], length: int = NEW_TOKENS) -> int:
+    """How many rows part from their reference, all of them at a tie. Fails for any that part elsewhere, or are not so long."""
     parted = 0
     for i, (tokens, reference) in enumerate(zip(found, references, strict=True)):
-        assert len(tokens) == NEW_TOKENS
-        at = next((p for p in range(NEW_TOKENS) if tokens[p] != reference.token_ids[p]), None)
+        assert len(tokens) == length
+        at = next((p for p in range(length) if tokens[p] != reference.token_ids[p]), None)
         if at is not None:
             margin = reference.margins[at]
             assert margin < TIE, f"row {i} ({len(reference.prompt)} tokens) parts at {at}, margin {margin:.4f}"
@@ -174,10 +177,10 @@ def test_alone_every_prompt_continues_as_in_transformers(
     found = []
     for reference in references:
         driver = Driver(engine)
-        request_id = driver.submit(reference.prompt)
+        request_id = driver.submit(reference.prompt, ALONE_TOKENS)
         driver.run()
         found.append(driver.tokens[request_id])
-    report(capsys, "alone", parted_at_ties(found, references))
+    report(capsys, "alone", parted_at_ties(found, references, ALONE_TOKENS))
 
 
 def test_all_together_every_prompt_continues_as_in_transformers(
