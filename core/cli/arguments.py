@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Never
 
 from tllm_core import __version__
+from tllm_core.contracts.values import clipped
 from tllm_core.errors import ConfigError
 from tllm_core.registry import Registry, suggestion
 
@@ -70,12 +71,8 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.set_defaults(run=lambda arguments: parser.print_help())
     arguments, more = parser.parse_known_args(argv)
     if more:
-        parser.error(f"unrecognized arguments: {_shortened(' '.join(more))}{_quoting(arguments, more)}")
+        parser.error(f"unrecognized arguments: {clipped(' '.join(more))}{_quoting(arguments, more)}")
     return arguments
-
-
-def _shortened(text: str) -> str:
-    return text if len(text) <= 200 else f"{text[:200]}..."
 
 
 def _quoting(arguments: argparse.Namespace, more: Sequence[str]) -> str:

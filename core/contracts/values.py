@@ -22,7 +22,12 @@ def shown(value: object) -> str:
         text = repr(value)
     except Exception:  # whatever a caller's own class does, or a number that Python won't write out
         return f"this {type(value).__name__}"
-    return text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}..."
+    return clipped(text)
+
+
+def clipped(text: str, limit: int = MAX_SHOWN) -> str:
+    """Its first `limit` characters, with a sign that there are more."""
+    return text if len(text) <= limit else f"{text[:limit]}..."
 
 
 def is_unicode(text: str) -> bool:

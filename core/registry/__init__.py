@@ -16,6 +16,7 @@ from typing import Any, Literal, TypeAlias
 from msgspec import Struct
 
 from tllm_core.contracts.interfaces import EngineSpec, Launcher, Transport
+from tllm_core.contracts.values import clipped
 from tllm_core.errors import PluginError
 from tllm_core.registry.entries import KINDS, Entry, Kind, canonical, installed_entries
 from tllm_core.registry.implementations import new_manager
@@ -146,7 +147,7 @@ class Registry:
             status, detail = self._state(entry)
         said = b"" if stream.closed else printed.getvalue()
         if words := " ".join(said.decode("utf-8", "replace").split()):
-            detail = "; ".join(filter(None, (detail, f"it prints when it is imported: {_shortened(words)!r}")))
+            detail = "; ".join(filter(None, (detail, f"it prints when it is imported: {clipped(words, 80)!r}")))
         return Found(entry.name, entry.kind, entry.distribution, entry.version, status, detail)
 
     def _state(self, entry: Entry) -> tuple[Status, str]:
@@ -174,10 +175,6 @@ def _renew_locks() -> None:
 
 
 os.register_at_fork(after_in_child=_renew_locks)
-
-
-def _shortened(words: str, limit: int = 80) -> str:
-    return words if len(words) <= limit else f"{words[:limit]}..."
 
 
 def _names(text: str) -> frozenset[str]:

@@ -11,7 +11,7 @@ FIRST = 3
 def socket_pair() -> tuple[socket.socket, socket.socket]:
     """As `socket.socketpair`, with both ends above the standard streams."""
     first, second = socket.socketpair()
-    return _lifted(first), _lifted(second)
+    return lifted_socket(first), lifted_socket(second)
 
 
 def pipe_pair() -> tuple[int, int]:
@@ -30,7 +30,8 @@ def lifted(fd: int) -> int:
         os.close(fd)
 
 
-def _lifted(sock: socket.socket) -> socket.socket:
+def lifted_socket(sock: socket.socket) -> socket.socket:
+    """As `lifted`, which takes the socket over."""
     return sock if sock.fileno() >= FIRST else socket.socket(fileno=lifted(sock.detach()))
 
 

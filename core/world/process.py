@@ -101,22 +101,28 @@ def is_alive(identity: Identity) -> bool:
     """Whether that very process is there and no zombie."""
     if not LINUX:
         return _answers(identity.pid)
-    stat = read_stat(identity.pid)
-    return stat is not None and stat.start_time == identity.start_time and stat.state is not RankState.GONE
+    stat = _stat_of(identity)
+    return stat is not None and stat.state is not RankState.GONE
 
 
 def ends(identity: Identity) -> bool:
     """Whether that very process is gone or about to be: its files may be closed well before `is_alive` says so."""
     if not LINUX:
         return not _answers(identity.pid)
-    stat = read_stat(identity.pid)
-    return stat is None or stat.start_time != identity.start_time or stat.ends
+    stat = _stat_of(identity)
+    return stat is None or stat.ends
 
 
 def is_stopped(identity: Identity) -> bool:
     """Whether that very process stands still (SIGSTOP, or a debugger); False where the system does not tell."""
+    stat = _stat_of(identity)
+    return stat is not None and stat.state is RankState.STOPPED
+
+
+def _stat_of(identity: Identity) -> Stat | None:
+    """None where it is gone, also where a later process has its pid."""
     stat = read_stat(identity.pid)
-    return stat is not None and stat.start_time == identity.start_time and stat.state is RankState.STOPPED
+    return stat if stat is not None and stat.start_time == identity.start_time else None
 
 
 def _answers(pid: int) -> bool:

@@ -11,7 +11,7 @@ from tllm_core.contracts.interfaces import Failed, Identity, Ready
 from tllm_core.contracts.messages import Beat, RankState
 from tllm_core.errors import describe_exit
 from tllm_core.world.channel import Begin, Channel, FromRank, Launch
-from tllm_core.world.descriptors import lifted, pipe_pair, socket_pair
+from tllm_core.world.descriptors import lifted_socket, pipe_pair, socket_pair
 from tllm_core.world.process import LINUX, identify, kill_group, kin_cpu_s, open_pidfd, read_stat
 from tllm_core.world.progress import Progress
 from tllm_core.world.stacks import STACKS_SIGNAL
@@ -123,8 +123,7 @@ def start_wards(launch: Launch, shared: int, relay: Relay) -> Iterator[Ward]:
 
 def _bind_store() -> socket.socket:
     """A port for the engine's rendezvous: bound before it is advertised, so that nobody else can take it."""
-    server = socket.create_server(("127.0.0.1", 0))
-    return socket.socket(fileno=lifted(server.detach()))
+    return lifted_socket(socket.create_server(("127.0.0.1", 0)))
 
 
 def _begin(launch: Launch, rank: int, shared: int, store: socket.socket | None) -> Begin:
