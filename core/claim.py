@@ -114,7 +114,7 @@ def _take(lock: Path, shown: str) -> int:
         try:
             if not stat.S_ISREG(os.fstat(fd).st_mode):
                 raise ConfigError(f"{lock} must be a regular file, as it is a lock; remove it")
-            if _flock(fd):
+            if try_lock(fd):
                 if _is_at(fd, lock):
                     kept, fd = fd, -1
                     return kept
@@ -136,7 +136,8 @@ def _give_back(fd: int, lock: Path) -> None:
     os.close(fd)
 
 
-def _flock(fd: int) -> bool:
+def try_lock(fd: int) -> bool:
+    """False where somebody else has the lock. Raises OSError where the file system knows no locks."""
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

@@ -4,11 +4,12 @@ Its owner keeps the directory locked with flock for as long as it lives, so that
 """
 
 import contextlib
-import fcntl
 import os
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+
+from tllm_core.claim import try_lock
 
 PREFIX = "tllm-worker-"
 
@@ -22,6 +23,7 @@ def private_place() -> Iterator[Path]:
         yield path
     finally:
         _remove(path, fd)
+        os.close(fd)
 
 
 def sweep() -> None:
@@ -29,9 +31,10 @@ def sweep() -> None:
     for path in Path(tempfile.gettempdir()).glob(PREFIX + "*"):
         with contextlib.suppress(OSError):
             fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
-            if os.fstat(fd).st_uid == os.geteuid() and _lock(fd):
-                _remove(path, fd)
-            else:
+            try:
+                if os.fstat(fd).st_uid == os.geteuid() and try_lock(fd):
+                    _remove(path, fd)
+            finally:
                 os.close(fd)
 
 
@@ -42,25 +45,14 @@ def _make() -> tuple[Path, int]:
             fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         except FileNotFoundError:
             continue  # another process swept it before it was locked
-        if _lock(fd) and os.fstat(fd).st_nlink:
+        if try_lock(fd) and os.fstat(fd).st_nlink:
             return path, fd
         os.close(fd)
 
 
-def _lock(fd: int) -> bool:
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        return False
-    return True
-
-
 def _remove(path: Path, fd: int) -> None:
-    """With the lock: what it holds are files, and nothing but its owner's."""
-    try:
-        with contextlib.suppress(OSError):
-            for name in os.listdir(fd):
-                os.unlink(name, dir_fd=fd)
-            path.rmdir()
-    finally:
-        os.close(fd)
+    """With the lock: removes it and what it holds, which are files, and nothing but its owner's."""
+    with contextlib.suppress(OSError):
+        for name in os.listdir(fd):
+            os.unlink(name, dir_fd=fd)
+        path.rmdir()

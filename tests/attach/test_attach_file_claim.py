@@ -136,13 +136,13 @@ def test_a_lock_that_was_given_back_while_another_waited_for_it_is_none(tmp_path
 
     def late(fd):
         """Between the open and the lock of one, the holder gives it back, and a third one takes it."""
-        monkeypatch.setattr("tllm_core.claim._flock", flock)
+        monkeypatch.setattr("tllm_core.claim.try_lock", flock)
         holders.pop().release()
         holders.append(Claim(path))
         return flock(fd)
 
-    flock = claim_module._flock
-    monkeypatch.setattr("tllm_core.claim._flock", late)
+    flock = claim_module.try_lock
+    monkeypatch.setattr("tllm_core.claim.try_lock", late)
     with pytest.raises(Held):
         Claim(path)
     holders.pop().release()
