@@ -8,7 +8,7 @@ from typing import Any
 
 from msgspec import Struct
 
-from tllm_core.plugins.bench.engine_streams import Stream, World, typical_gap_s
+from tllm_core.plugins.bench.engine_streams import ATTEMPTS, Stream, World, at_once, typical_gap_s
 
 PROMPT_TOKENS = 16
 _TOO_LARGE = "(.*[a-m].{16})+"
@@ -90,22 +90,24 @@ def _more(window: Window, plain: Window) -> float | None:
 async def attempt(
     world: World, hardship: Hardship, streams: Sequence[Stream], tokens: int, plain_first: bool
 ) -> tuple[Window, Window]:
-    """Beside these streams, or by itself where there are none: the request, and a plain one of as many tokens."""
+    """Beside these streams, or by itself where there are none: the request, and a plain one of as many tokens. Raises
+    ConfigError where their pace can't be told."""
     order = (PLAIN, hardship) if plain_first else (hardship, PLAIN)
     first, second = [await _window(world, each, streams, tokens) for each in order]
     return (second, first) if plain_first else (first, second)
 
 
 async def _window(world: World, hardship: Hardship, streams: Sequence[Stream], tokens: int) -> Window:
-    sampling = hardship.sampling(world.vocab_size)
-    one = world.ask(world.prompt(PROMPT_TOKENS), max_tokens=tokens, **sampling)
-    ended = await one.ended()
-    for stream in streams:
-        await stream.more(1)
-    watched = streams or [one]
-    decoded = one.error is None and len(one.times) > 1
-    return Window(
-        gap_s=typical_gap_s(watched, one.times[0], ended) if decoded else None,
-        longest_s=max((gap for s in watched for gap in s.gaps(one.asked_at, ended)), default=ended - one.asked_at),
-        error=one.error,
-    )
+    """Raises ConfigError where all tokens come at once, also when there are more."""
+    for again in range(ATTEMPTS):
+        one = world.ask(world.prompt(PROMPT_TOKENS), max_tokens=tokens << again, **hardship.sampling(world.vocab_size))
+        ended = await one.ended()
+        for stream in streams:
+            await stream.more(1)
+        watched = streams or [one]
+        longest_s = max((gap for s in watched for gap in s.gaps(one.asked_at, ended)), default=ended - one.asked_at)
+        if one.error is not None or len(one.times) < 2:
+            return Window(None, longest_s, one.error)
+        if gap_s := typical_gap_s(watched, one.times[0], ended):
+            return Window(gap_s, longest_s, None)
+    raise at_once(len(one.times), "run it where")

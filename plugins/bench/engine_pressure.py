@@ -16,7 +16,7 @@ from msgspec import Struct, field
 
 from tllm_core.executor import GenerationExecutor
 from tllm_core.plugins.bench.engine_hardships import HARDSHIPS, Hardship, Trial, attempt
-from tllm_core.plugins.bench.engine_streams import World, typical_gap_s
+from tllm_core.plugins.bench.engine_streams import World, at_once, typical_gap_s
 
 
 class Plan(Struct, frozen=True):
@@ -73,7 +73,8 @@ class Found(Struct):
 
 
 def measure(plan: Plan) -> Found:
-    """Raises ConfigError for a model that can't be used, or has no room for these prompts."""
+    """Raises ConfigError for a model that can't be used, or has no room for these prompts, and on a machine so busy that no
+    pace can be told."""
     return asyncio.run(_measure(plan))
 
 
@@ -150,6 +151,8 @@ async def _chunks(plan: Plan, world: World) -> Chunks:
         for stream in streams:
             await stream.more(1)
     decode_s = typical_gap_s(streams, begin, long.asked_at)
+    if decode_s is None:
+        raise at_once(plan.window_tokens, "run it where")
     gaps = [gap for stream in streams for gap in stream.gaps(long.asked_at, long.times[0])]
     steps = -(-length // (plan.chunk_tokens - plan.streams))
     return Chunks(own_s, gaps, (long.times[0] - long.asked_at) / steps, decode_s)

@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import random
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from itertools import pairwise
 from statistics import median
 from typing import Any
 
@@ -14,6 +16,9 @@ from tllm_core.contracts.messages import SamplingParams
 from tllm_core.errors import ConfigError, RequestError
 from tllm_core.executor import GenerationExecutor
 from tllm_core.ledger.result import GenerationResult
+
+ATTEMPTS = 3
+"""How often something is measured whose tokens came all at once, because the benchmark had no core while they were made."""
 
 
 class Prompts:
@@ -31,6 +36,13 @@ def shared_window(times: Sequence[Sequence[float]]) -> float:
     start, end = max(t[0] for t in times), min(t[-1] for t in times)
     tokens = sum(sum(start < moment <= end for moment in t) for t in times)
     return tokens / (end - start) if end > start else 0.0
+
+
+def at_once(tokens: int, advice: str) -> ConfigError:
+    return ConfigError(
+        f"{tokens} tokens reached the benchmark all at once, {ATTEMPTS} times in a row, so that no pace can be told: "
+        f"{advice} fewer programs want the cores"
+    )
 
 
 class Stream:
@@ -72,8 +84,7 @@ class Stream:
 
     def gaps(self, begin: float, end: float) -> list[float]:
         """Seconds between its tokens, of those gaps that lie between these two moments, if only partly."""
-        pairs = zip(self.times, self.times[1:], strict=False)
-        return [after - before for before, after in pairs if before < end and after > begin]
+        return [after - before for before, after in pairwise(self.times) if before < end and after > begin]
 
     async def _read(self) -> None:
         try:
@@ -114,11 +125,14 @@ class World:
         return stream.times[0] - stream.asked_at
 
     async def decode(self, batch: int, prompt_tokens: int, new_tokens: int) -> float:
-        """Tokens per second while the whole batch decodes."""
-        streams = [self.ask(self.prompt(prompt_tokens), max_tokens=new_tokens) for _ in range(batch)]
-        for stream in streams:
-            await stream.reach(new_tokens)
-        return shared_window([stream.times for stream in streams])
+        """Tokens per second while the whole batch decodes. Raises ConfigError where the tokens come all at once."""
+        for _ in range(ATTEMPTS):
+            streams = [self.ask(self.prompt(prompt_tokens), max_tokens=new_tokens) for _ in range(batch)]
+            for stream in streams:
+                await stream.reach(new_tokens)
+            if rate := shared_window([stream.times for stream in streams]):
+                return rate
+        raise at_once(new_tokens, "give more with --new-tokens, or run it where")
 
     @asynccontextmanager
     async def streams(self, count: int, prompt_tokens: int) -> AsyncIterator[list[Stream]]:
@@ -133,6 +147,13 @@ class World:
                 await stream.end()
 
 
-def typical_gap_s(streams: Sequence[Stream], begin: float, end: float) -> float:
-    """The median of seconds between tokens; all streams share the engine's steps."""
-    return median([gap for stream in streams for gap in stream.gaps(begin, end)])
+def typical_gap_s(streams: Sequence[Stream], begin: float, end: float) -> float | None:
+    """The median of seconds per token; all streams share the engine's steps. Tokens that the caller got at once share the
+    time since those before. None where no two came apart."""
+    shares: list[float] = []
+    for stream in streams:
+        moments = sorted(Counter(stream.times).items())
+        for (before, _), (after, count) in pairwise(moments):
+            if before < end and after > begin:
+                shares += [(after - before) / count] * count
+    return median(shares) if shares else None

@@ -11,12 +11,12 @@ import pytest
 from tests.tp.conftest import save_tiny_llama, save_tokenizer
 from tllm_core.errors import ConfigError
 from tllm_core.plugins.bench import engine
-from tllm_core.plugins.bench.engine_hardships import HARDSHIPS, PLAIN, Trial, Window
+from tllm_core.plugins.bench.engine_hardships import HARDSHIPS, PLAIN, Trial, Window, attempt
 from tllm_core.plugins.bench.engine_pressure import ONE, TWO, UNCACHED, Chunks, Found, Plan, Round
 from tllm_core.plugins.bench.engine_pressure_report import report, table
-from tllm_core.plugins.bench.engine_streams import Stream
+from tllm_core.plugins.bench.engine_streams import Stream, World, typical_gap_s
 
-SHORT = ("--under-pressure", "--batch", "3", "--prompt-tokens", "9", "--new-tokens", "16", "--rounds", "1")
+SHORT = ("--under-pressure", "--batch", "3", "--prompt-tokens", "9", "--new-tokens", "64", "--rounds", "1")
 
 
 def arguments(*given: str) -> argparse.Namespace:
@@ -47,7 +47,7 @@ def test_a_run_measures_everything(tmp_path: Path, capsys: pytest.CaptureFixture
         assert set(measured["rates"]) == {ONE, UNCACHED, TWO}
         assert len(measured["chunks"]["gaps_s"]) >= 3, "each stream waits for its tokens beside the chunks"
     text = "\n".join(table(told))
-    assert "3 streams of 9 + 16 tokens" in text
+    assert "3 streams of 9 + 64 tokens" in text
     assert all(hardship.name in text for hardship in HARDSHIPS)
 
 
@@ -171,6 +171,62 @@ def test_gaps_are_those_that_lie_in_it_if_only_partly() -> None:
         return [stream.gaps(2.5, 3.5), stream.gaps(2.0, 4.0), stream.gaps(1.9, 4.1), stream.gaps(5.0, 9.0)]
 
     assert asyncio.run(look()) == [[2.0], [2.0], [1.0, 2.0, 1.0], []]
+
+
+def _came(times: list[float]) -> Stream:
+    stream = _stream()
+    stream.times = times
+    return stream
+
+
+def test_tokens_that_came_at_once_share_the_time_since_those_before() -> None:
+    async def look() -> list[float | None]:
+        at_once = _came([2.0] * 24)
+        shared = typical_gap_s([_came([1.0, 3.0, 3.0, 3.0, 3.0, 4.0])], 0.0, 9.0)
+        return [shared, typical_gap_s([at_once], 2.0, 2.1), typical_gap_s([at_once, _came([1.0, 4.0])], 2.0, 2.1)]
+
+    assert asyncio.run(look()) == [0.5, None, 3.0]
+
+
+class _AtOnce:
+    """A world whose tokens reach the caller all at once, as often as told; after that one second apart."""
+
+    vocab_size = 100
+
+    def __init__(self, times: int) -> None:
+        self.left, self.asked = times, list[int]()
+
+    def prompt(self, length: int) -> list[int]:
+        return [0] * length
+
+    def ask(self, prompt: list[int], max_tokens: int) -> Stream:
+        self.left, apart = self.left - 1, self.left <= 0
+        self.asked.append(max_tokens)
+        stream = _came([float(apart * i) for i in range(max_tokens)])
+        stream.asked_at = 0.0
+        return stream
+
+
+def _attempt(world: _AtOnce) -> tuple[Window, Window]:
+    return asyncio.run(attempt(world, PLAIN, [], 24, plain_first=False))  # type: ignore[arg-type]
+
+
+def _decode(world: _AtOnce) -> float:
+    return asyncio.run(World.decode(world, batch=1, prompt_tokens=4, new_tokens=16))  # type: ignore[arg-type]
+
+
+def test_a_request_whose_tokens_came_at_once_is_measured_again_with_more() -> None:
+    world = _AtOnce(2)
+    window, _ = _attempt(world)
+    assert (window.gap_s, world.asked) == (1.0, [24, 48, 96, 24])
+
+
+def test_a_machine_too_busy_to_measure_is_an_error_that_says_so() -> None:
+    with pytest.raises(ConfigError, match="96 tokens reached the benchmark all at once, 3 times in a row"):
+        _attempt(_AtOnce(3))
+    with pytest.raises(ConfigError, match=r"16 tokens reached .* give more with --new-tokens"):
+        _decode(_AtOnce(3))
+    assert _decode(_AtOnce(2)) == 1.0
 
 
 def test_every_token_has_its_time_and_a_stream_that_ends_early_is_an_error() -> None:
