@@ -46,6 +46,14 @@ class ClaimsToReconnect(ZmqTransport):
         super().__init__(structs.replace(settings, reconnect_s=3600))
 
 
+@caught_by("TestZmqIpc", "test_frames_taken_before_close_still_arrive", "of 48 frames came")
+class ForgetsWhatItTook(ZmqTransport):
+    """A port that is closed sends nothing more of what it had taken."""
+
+    def __init__(self, settings):
+        super().__init__(structs.replace(settings, linger_s=0))
+
+
 @caught_by("TestZmqIpc", "test_a_peer_that_is_killed_is_reported_by_the_port_itself", "taken for there")
 class ClaimsToNoticeLoss(ZmqTransport):
     """Claims PEER_LOSS, and a frontend sends on to an engine that is gone."""
