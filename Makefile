@@ -26,6 +26,8 @@ PARALLEL ?= -n 4 --dist loadscope --no-loadscope-reorder
 
 # torch's threads spin for each other; on few cores, shared with processes under test, long spins keep those from running.
 export GOMP_SPINCOUNT ?= 10000
+# Thousands of short processes import the package, and each would compile it anew.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: demo test check-fast lint typing soak clean
 .DELETE_ON_ERROR:
@@ -78,3 +80,4 @@ soak: $(VENV)/.test
 
 clean:
 	rm -rf $(VENV) .typing build dist tllm_core.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	find core transports engines plugins tests tools examples -name __pycache__ -prune -exec rm -rf {} +
