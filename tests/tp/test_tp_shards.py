@@ -1,6 +1,8 @@
 """Who computes what of a model that is spread over ranks, and what each of them reads of it."""
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -112,6 +114,22 @@ def test_each_rank_reads_its_own_part_of_the_files(wide: Path, size: int, monkey
 def test_more_ranks_than_heads_are_refused_with_both_numbers(small: Path) -> None:
     with pytest.raises(ConfigError, match="tensor_parallel_size 5 is more than the 4 heads"):
         shard_of(read_config(small), 0, 5)
+
+
+def test_more_ranks_than_heads_are_refused_before_any_of_them_has_loaded_torch(small: Path) -> None:
+    code = (
+        "import sys\n"
+        "from tllm_core.engines.tp.prepare import prepare\n"
+        "from tllm_core.engines.tp.spec import TpSettings\n"
+        "from tllm_core.errors import ConfigError\n"
+        "try: prepare(TpSettings(model=sys.argv[1], tensor_parallel_size=5), lambda name, done: None)\n"
+        "except ConfigError as error: print(error)\n"
+        "print('torch' in sys.modules)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code, str(small)], capture_output=True, text=True, check=True)
+    refused, loaded = done.stdout.splitlines()
+    assert refused.startswith("tensor_parallel_size 5 is more than the 4 heads")
+    assert loaded == "False"
 
 
 def test_all_ranks_have_the_same_bits_in_their_residual_stream(small: Path) -> None:
