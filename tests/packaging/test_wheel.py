@@ -1,6 +1,7 @@
 """What is built is what is there, and it works where nothing but it is installed."""
 
 import json
+import sys
 import tomllib
 import venv
 import zipfile
@@ -41,10 +42,15 @@ def test_no_other_kind_of_file_lies_in_a_package_and_would_be_left_out() -> None
 def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The bin folder of an environment with the wheel and its base dependencies alone."""
     folder = tmp_path_factory.mktemp("fresh")
-    venv.create(folder / "venv", with_pip=True, symlinks=True)
+    venv.create(folder / "venv", symlinks=True)
     binaries = folder / "venv" / "bin"
-    run(binaries / "python", "-m", "pip", "install", "--quiet", "-c", ROOT / "constraints.txt", wheel, cwd=folder)
+    run(*pip_of(binaries), "install", "--quiet", "-c", ROOT / "constraints.txt", wheel, cwd=folder)
     return binaries
+
+
+def pip_of(binaries: Path) -> tuple[str | Path, ...]:
+    """The pip of this environment, for that one."""
+    return (sys.executable, "-m", "pip", "--python", binaries / "python")
 
 
 def test_the_installed_wheel_lists_its_plugins_and_none_is_broken(installed: Path, tmp_path: Path) -> None:
@@ -60,4 +66,4 @@ def test_the_installed_wheel_makes_a_round_trip_between_processes(installed: Pat
 
 
 def test_the_versions_that_were_tested_satisfy_what_is_required(installed: Path, tmp_path: Path) -> None:
-    run(installed / "python", "-m", "pip", "check", cwd=tmp_path)
+    run(*pip_of(installed), "check", cwd=tmp_path)
