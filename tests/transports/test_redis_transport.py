@@ -651,6 +651,17 @@ def test_a_hundred_generations_leave_no_key(server: BrokerProcess, client: redis
     assert client.keys() == []
 
 
+def test_a_port_whose_streams_were_replaced_ends_in_order_and_frees_its_name(
+    server: BrokerProcess, client: redis.Redis
+) -> None:
+    """An error inside a transaction's replies is one of the server's, like any other; nothing of it reaches a thread's hook."""
+    pair = Pair(server.url)
+    for key in (pair.keys.hello, pair.keys.up(pair.peer), pair.keys.down(pair.peer)):
+        client.set(key, "no stream")
+    pair.close()
+    Pair(server.url).close()
+
+
 def test_two_engines_of_different_names_keep_apart(server: BrokerProcess) -> None:
     with (
         contextlib.closing(Pair(server.url, engine="one")) as one,

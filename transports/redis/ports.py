@@ -218,9 +218,16 @@ class RedisEnginePort(_StreamPort, EnginePort):
         return self._settings.beat_s
 
     def _farewell(self, connection: Connection) -> None:
+        """The name is free afterwards, also where somebody put something else in place of a stream."""
+        try:
+            self._part(connection)
+        finally:
+            self._claim.release(connection)
+
+    def _part(self, connection: Connection) -> None:
         """Says END to who is there, and removes what those left who have gone. Whoever comes later finds no hello stream."""
         hello = self._keys.hello
-        unread, _ = done(connection.run([("MULTI",), ("XRANGE", hello, "-", "+"), ("DEL", hello), ("EXEC",)]))[-1]
+        unread, _ = done(done(connection.run([("MULTI",), ("XRANGE", hello, "-", "+"), ("DEL", hello), ("EXEC",)]))[-1])
         for _, fields in unread:
             self._meet_announced(fields)
         peers = list(self._peers.values())
@@ -235,7 +242,6 @@ class RedisEnginePort(_StreamPort, EnginePort):
             commands += [end, ("PEXPIRE", peer.down.key, self._settings.ttl_ms), ("DEL", peer.up)]
         if commands:
             connection.run(commands)
-        self._claim.release(connection)
 
     # ------------------------------------------------------------------------------------------ the reader's thread
 
@@ -341,7 +347,7 @@ class RedisFrontendPort(_StreamPort, FrontendPort):
     def _farewell(self, connection: Connection) -> None:
         """Leaves the last entry to the engine, which removes both streams; without an engine they go at once."""
         end = ("XADD", self._up.key, "NOMKSTREAM", self._writer.ids.next(), END, b"")
-        there, _ = done(connection.run([("MULTI",), ("EXISTS", self._keys.hello), end, ("EXEC",)]))[-1]
+        there, _ = done(done(connection.run([("MULTI",), ("EXISTS", self._keys.hello), end, ("EXEC",)]))[-1])
         if not there:
             connection.call("DEL", self._up.key, self._down)
 
