@@ -16,7 +16,9 @@ TORCH_INDEX ?=
 
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
-INSTALL := $(PIP) install --quiet --constraint constraints.txt
+INSTALL := $(PIP) install --quiet --no-compile --constraint constraints.txt
+# Where pip compiles one module after the other, this uses all cores. Some modules are for other versions of Python.
+COMPILE := $(BIN)/python -m compileall -qq -j 0 $(VENV)/lib || true
 SOURCES := pyproject.toml setup.py constraints.txt
 LINKED := PYTHONPATH=.typing
 
@@ -29,17 +31,23 @@ export GOMP_SPINCOUNT ?= 10000
 # Thousands of short processes import the package, and each would compile it anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test check-fast lint typing soak clean
+.PHONY: demo test check-fast collect lint typing soak clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.demo
 	$(BIN)/tllm demo
 
-test: $(VENV)/.test lint
+test: $(VENV)/.test
+	@$(MAKE) --no-print-directory --jobs 2 lint collect
 	$(BIN)/python -m pytest $(PARALLEL)
 
-check-fast: $(VENV)/.test lint
+check-fast: $(VENV)/.test
+	@$(MAKE) --no-print-directory --jobs 2 lint collect
 	$(BIN)/python -m pytest $(PARALLEL) -m "not model" --ignore=tests/packaging
+
+# While mypy keeps one core busy: what each of pytest's processes would compile. What is wrong with it they tell.
+collect: $(VENV)/.test
+	$(BIN)/python -m pytest --collect-only -qq > /dev/null || true
 
 lint: $(VENV)/.test typing
 	$(BIN)/ruff check
@@ -67,11 +75,13 @@ $(VENV)/.torch: $(VENV)/.venv constraints.txt
 $(VENV)/.demo: $(VENV)/.torch $(SOURCES)
 	@echo "installing into $(VENV); the first time takes a few minutes"
 	$(INSTALL) --editable ".[engine,uvloop]"
+	$(COMPILE)
 	touch $@
 
 $(VENV)/.test: $(VENV)/.torch $(SOURCES)
 	@echo "installing into $(VENV); the first time takes a few minutes"
 	$(INSTALL) --editable ".[test]"
+	$(COMPILE)
 	touch $@
 
 soak: $(VENV)/.test
