@@ -28,6 +28,8 @@ PARALLEL ?= -n 4 --dist loadscope --no-loadscope-reorder
 
 # torch's threads spin for each other; on few cores, shared with processes under test, long spins keep those from running.
 export GOMP_SPINCOUNT ?= 10000
+# Tests run beside each other, and need no threads for what they themselves compute; an engine sets how many it has.
+test check-fast: export OMP_NUM_THREADS ?= 1
 # Thousands of short processes import the package, and each would compile it anew.
 unexport PYTHONDONTWRITEBYTECODE
 
