@@ -120,6 +120,7 @@ class SimFrontendLink(_Resumable, FrontendLink):
         self.is_watch = port.path.service == "watcher"
         self.around_send: Callable[[str], None] = lambda when: None
         self._begin, self._begun = self._sessions.begin, False
+        self._hello_due = 0.0
         self._said_goodbye = False
         self._sessions.begin = self._begin_once
         self._rng = rng
@@ -131,9 +132,19 @@ class SimFrontendLink(_Resumable, FrontendLink):
             self._begun = True
             self._begin(self._rng.randbytes(len(nonce)))
 
+    def _say(self, frame: Frame) -> None:
+        """Nor is Hello said before its time, each time that something wakes who waits for the answer."""
+        if self._clock() >= self._hello_due:
+            super()._say(frame)
+
+    def _listen(self, until: float) -> list[Any]:
+        if self._clock() >= self._hello_due:
+            self._hello_due = until
+        return super()._listen(self._hello_due)
+
     def open(self, timeout: float, meanwhile: Callable[[], None] = lambda: None) -> Any:
         welcome = super().open(timeout, meanwhile)
-        self._begun = False
+        self._begun, self._hello_due = False, 0.0
         self.lane = self.lanes.setdefault(welcome.session, Lane(welcome.session))  # the engine may have spoken first
         return welcome
 
