@@ -66,8 +66,8 @@ class InvariantOps(Ops):
     def rotation(self, table: torch.Tensor, positions: torch.Tensor, dtype: torch.dtype) -> Rotation:
         return self._ops.rotation(table, positions, dtype)
 
-    def rotate(self, heads: torch.Tensor, rotation: Rotation) -> torch.Tensor:
-        return self._ops.rotate(heads, rotation)
+    def rotate(self, heads: torch.Tensor, rotation: Rotation) -> None:
+        self._ops.rotate(heads, rotation)
 
     def silu_and_mul(self, x: torch.Tensor) -> torch.Tensor:
         return in_blocks(self._ops.silu_and_mul, x)

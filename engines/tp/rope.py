@@ -134,11 +134,9 @@ def rotation(table: torch.Tensor, positions: torch.Tensor, dtype: torch.dtype) -
     return torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
 
 
-def rotate(heads: torch.Tensor, cos: torch.Tensor, signed_sin: torch.Tensor) -> torch.Tensor:
-    """Rotates the halves of what is turned of each head [tokens, heads, head_dim] against each other; a new tensor."""
+def rotate(heads: torch.Tensor, cos: torch.Tensor, signed_sin: torch.Tensor) -> None:
+    """Rotates the halves of what is turned of each head [tokens, heads, head_dim] against each other, in place."""
     rotary_dim = cos.shape[-1]
-    if rotary_dim != heads.shape[-1]:
-        turned = rotate(heads[..., :rotary_dim], cos, signed_sin)
-        return torch.cat((turned, heads[..., rotary_dim:]), dim=-1)
-    swapped = torch.roll(heads, rotary_dim // 2, dims=-1)
-    return torch.addcmul(heads * cos, swapped, signed_sin)
+    turned = heads if rotary_dim == heads.shape[-1] else heads[..., :rotary_dim]
+    swapped = torch.roll(turned, rotary_dim // 2, dims=-1)
+    turned.mul_(cos).addcmul_(swapped, signed_sin)

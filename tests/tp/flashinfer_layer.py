@@ -36,8 +36,7 @@ def run_once(
     q = torch.randn(metadata.num_tokens, shape.num_heads, HEAD_DIM).bfloat16().to(shape.device)
     attention.plan(metadata)
     new = [x[:, context:] for x, context in zip(kv, batch.context_lens, strict=True)]
-    keys, values = torch.cat(new, dim=1)
-    attention.write_kv(0, keys, values)
+    attention.write_kv(0, torch.cat(new, dim=1).transpose(0, 1).flatten(1, 2))
     scale = HEAD_DIM**-0.5 if shape.scale is None else shape.scale
     queries = q.split(batch.query_lens)
     expected = [

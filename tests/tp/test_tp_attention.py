@@ -105,11 +105,8 @@ def test_paged_attention_equals_attention_over_each_sequence_alone(
     q = torch.randn(metadata.num_tokens, HEADS, HEAD_DIM)
     attention.plan(metadata)
     new = [slice(c, n) for c, n in zip(batch.context_lens, lengths, strict=True)]
-    attention.write_kv(
-        0,
-        torch.cat([k[own] for k, own in zip(keys, new, strict=True)]),
-        torch.cat([v[own] for v, own in zip(values, new, strict=True)]),
-    )
+    kv = (torch.cat((k[own], v[own]), dim=1) for k, v, own in zip(keys, values, new, strict=True))
+    attention.write_kv(0, torch.cat(list(kv)))
     out = attention.run(0, q)
     queries = q.split(batch.query_lens)
     expected = torch.cat([_attend(*parts, window, scale) for parts in zip(queries, keys, values, strict=True)])
@@ -139,10 +136,10 @@ def test_what_another_sequence_left_in_a_page_is_not_seen() -> None:
         token_ids=array("i", [1]), query_lens=[1], context_lens=[0], block_tables=[[1]], logits_rows=[0]
     )
     attention.plan(AttentionMetadata.of(batch, 4))
-    k, v = torch.randn(2, 1, KV_HEADS, HEAD_DIM)
-    attention.write_kv(0, k, v)
+    kv = torch.randn(1, 2 * KV_HEADS, HEAD_DIM)
+    attention.write_kv(0, kv)
     out = attention.run(0, torch.randn(1, HEADS, HEAD_DIM))
-    torch.testing.assert_close(out.view(HEADS, HEAD_DIM), v[0].repeat_interleave(HEADS // KV_HEADS, 0))
+    torch.testing.assert_close(out.view(HEADS, HEAD_DIM), kv[0, KV_HEADS:].repeat_interleave(HEADS // KV_HEADS, 0))
 
 
 def test_a_page_that_the_window_has_left_is_not_read() -> None:
@@ -158,8 +155,7 @@ def test_a_page_that_the_window_has_left_is_not_read() -> None:
     attention.cache[:, :, [0, 3]] = float("nan")
     attention.plan(AttentionMetadata.of(batch, 4))
     for layer, finite in ((0, True), (1, False)):
-        k, v = torch.randn(2, 3, KV_HEADS, HEAD_DIM)
-        attention.write_kv(layer, k, v)
+        attention.write_kv(layer, torch.randn(3, 2 * KV_HEADS, HEAD_DIM))
         assert bool(attention.run(layer, torch.randn(3, HEADS, HEAD_DIM)).isfinite().all()) is finite
 
 

@@ -134,7 +134,7 @@ def test_values_that_float8_can_not_hold_are_its_largest_and_never_nan(stand_in:
         token_ids=array("i", [1]), query_lens=[1], context_lens=[0], block_tables=[[0]], logits_rows=[]
     )
     attention.plan(AttentionMetadata.of(batch, 16))
-    attention.write_kv(0, *torch.full((2, 1, 2, HEAD_DIM), 1e5).bfloat16())
+    attention.write_kv(0, torch.full((1, 2 * 2, HEAD_DIM), 1e5).bfloat16())
     assert attention.cache[0, :, 0, 0].float().unique().tolist() == [448]
 
 

@@ -108,9 +108,9 @@ def test_small_kernels_compute_what_torch_does(dtype: torch.dtype, flashinfer: A
     for parameters in ({"rope_theta": 10000.0}, {"rope_theta": 10000.0, "partial_rotary_factor": 0.5}):
         table = rope_table(parameters, HEAD_DIM, 100).to(GPU)
         positions = torch.randint(100, (33,), dtype=torch.int32, device=GPU)
-        heads = of_heads[:, :5]
-        expected_heads = theirs.rotate(heads.clone(), theirs.rotation(table, positions, dtype))
-        rotated = ours.rotate(of_heads.clone()[:, :5], ours.rotation(table, positions, dtype))
+        expected_heads, rotated = of_heads.clone()[:, :5], of_heads.clone()[:, :5]
+        theirs.rotate(expected_heads, theirs.rotation(table, positions, dtype))
+        ours.rotate(rotated, ours.rotation(table, positions, dtype))
         torch.testing.assert_close(rotated, expected_heads, **near)
 
 
@@ -175,7 +175,7 @@ def test_batch_invariant_attention_has_the_same_bits_alone_and_together(flashinf
     """A sequence of 70 tokens: in one piece, in chunks, and beside others that decode."""
     torch.manual_seed(0)
     shape = shape_of(32, 16, device=GPU, num_heads=6)
-    k, v = torch.randn(2, 70, 2, HEAD_DIM, device=GPU, dtype=torch.bfloat16)
+    kv = torch.randn(70, 2 * 2, HEAD_DIM, device=GPU, dtype=torch.bfloat16)
     q = torch.randn(70, 6, HEAD_DIM, device=GPU, dtype=torch.bfloat16)
 
     def run(chunks: list[int], others: int) -> torch.Tensor:
@@ -195,7 +195,7 @@ def test_batch_invariant_attention_has_the_same_bits_alone_and_together(flashinf
             )
             attention.plan(AttentionMetadata.of(batch, 16))
             mine = slice(at, at + size)
-            attention.write_kv(0, torch.cat((k[:others], k[mine])), torch.cat((v[:others], v[mine])))
+            attention.write_kv(0, torch.cat((kv[:others], kv[mine])))
             found.append(attention.run(0, torch.cat((q[:others], q[mine])))[others:])
             at += size
         return torch.cat(found)

@@ -111,7 +111,7 @@ class Attend:
         )
         self.attention = kind(shape)
         generator = torch.Generator().manual_seed(3)
-        self.q, self.k, self.v = (torch.randn(length, heads, 16, generator=generator).to(dtype) for heads in (6, 2, 2))
+        self.q, self.kv = (torch.randn(length, heads, 16, generator=generator).to(dtype) for heads in (6, 2 * 2))
         self.table = random.Random(1).sample(range(64), -(-length // BLOCK))
 
     def run(self, chunks: list[int]) -> torch.Tensor:
@@ -130,7 +130,7 @@ class Attend:
             own = slice(start, start + count)
             layers = []
             for layer in range(2):
-                self.attention.write_kv(layer, self.k[own], self.v[own])
+                self.attention.write_kv(layer, self.kv[own])
                 layers.append(self.attention.run(layer, self.q[own]).clone())
             found.append(torch.stack(layers))
             start += count

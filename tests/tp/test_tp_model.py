@@ -214,8 +214,9 @@ def test_rotation_keeps_lengths_and_depends_on_distance_alone() -> None:
     q, k = torch.randn(2, 1, 1, 16)
 
     def score(at: int, to: int) -> torch.Tensor:
-        a = rotate(q, *rotation(table, torch.tensor([at]), torch.float32))
-        b = rotate(k, *rotation(table, torch.tensor([to]), torch.float32))
+        a, b = q.clone(), k.clone()
+        rotate(a, *rotation(table, torch.tensor([at]), torch.float32))
+        rotate(b, *rotation(table, torch.tensor([to]), torch.float32))
         torch.testing.assert_close(a.norm(), q.norm())
         return (a * b).sum()
 

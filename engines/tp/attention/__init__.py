@@ -55,8 +55,8 @@ class AttentionBackend(ABC):
         """Does all index work of a step, so that layers do none."""
 
     @abstractmethod
-    def write_kv(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> None:
-        """Stores this step's keys and values, [tokens, kv_heads, head_dim] each, at the planned slots."""
+    def write_kv(self, layer: int, kv: torch.Tensor) -> None:
+        """Stores this step's keys and values at the planned slots: [tokens, 2 * kv_heads, head_dim], the keys first."""
 
     @abstractmethod
     def run(self, layer: int, q: torch.Tensor) -> torch.Tensor:

@@ -221,8 +221,9 @@ class FlashInferAttention(CapturableAttention):
 
     # ------------------------------------------------------------------------------------------------ layers
 
-    def write_kv(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> None:
+    def write_kv(self, layer: int, kv: torch.Tensor) -> None:
         indices = self._planned().on_device
+        k, v = kv.chunk(2, dim=1)
         if self._kv_dtype != self._dtype:
             k, v = (_narrowed(x, by, self._kv_dtype) for x, by in zip((k, v), self._kv_scales, strict=True))
         self._flashinfer.append_paged_kv_cache(

@@ -23,23 +23,32 @@ _PIECE_ROWS = 64
 
 
 @dataclass(frozen=True, slots=True)
+class _Gather:
+    """pages: [sequences * pages of each], copied to `into` [sequences * pages of each, a block's keys and values]; k, v: views
+    of that, [sequences, kv_heads, keys, head_dim] each. All of a step share the memory."""
+
+    pages: torch.Tensor
+    into: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
 class _DecodeGroup:
     """Sequences of similar length. rows: [size] their tokens, None = all decoding tokens in order.
 
-    pages: see `_keys_and_values`. longest: keys of each that are computed with, from the first page on. mask: None where all
-    of them count.
+    gather: of all keys that are computed with, from each sequence's first page on. mask: None where all of them count.
     """
 
     rows: torch.Tensor | None
     size: int
-    pages: torch.Tensor
-    longest: int
+    gather: _Gather
     mask: torch.Tensor | None
 
 
 @dataclass(frozen=True, slots=True)
 class _Chunk:
-    """A piece of a prompt: tokens start:end of the batch. pages: None where it has no context; they hold `num_keys` keys.
+    """A piece of a prompt: tokens start:end of the batch. gather: of all its keys, None where it has no context.
 
     pieces: per `_PIECE_ROWS` tokens where they start and end in the batch, the first key that any of them sees, and their
     mask [rows, keys from that one on].
@@ -47,8 +56,7 @@ class _Chunk:
 
     start: int
     end: int
-    num_keys: int
-    pages: torch.Tensor | None
+    gather: _Gather | None
     pieces: list[tuple[int, int, int, torch.Tensor]]
 
 
@@ -61,17 +69,20 @@ class _Plan:
 
 
 class TorchAttention(AttentionBackend):
-    """`cache`: [layers, 2, num_blocks, block_size, kv_heads, head_dim], keys at 0 and values at 1 of the second axis."""
+    """`cache`: [layers, 2, num_blocks, block_size, kv_heads, head_dim], keys at 0 and values at 1 of the second axis.
+
+    In memory a token's values follow its keys, so that one copy stores both and one gathers both.
+    """
 
     def __init__(self, shape: AttentionShape) -> None:
-        rows = (shape.num_kv_heads, shape.head_dim)
-        blocks = (shape.num_blocks, shape.block_size, *rows)
+        blocks = (shape.num_blocks, shape.block_size, 2, shape.num_kv_heads, shape.head_dim)
         # Zeros, not empty: rows that were never written are multiplied by a weight of zero, and NaN * 0 is NaN.
-        self.cache = _zeros((shape.num_layers, 2, *blocks), shape.dtype, shape.device)
-        self._rows = [layer.view(2, shape.num_blocks * shape.block_size, *rows) for layer in self.cache]
-        self._pages = [layer.view(2 * shape.num_blocks, -1) for layer in self.cache]
+        layers = _zeros((shape.num_layers, *blocks), shape.dtype, shape.device)
+        self.cache = layers.permute(0, 3, 1, 2, 4, 5)
+        self._rows = [layer.view(shape.num_blocks * shape.block_size, -1, shape.head_dim) for layer in layers]
+        self._pages = [layer.view(shape.num_blocks, -1) for layer in layers]
         self._buffer = torch.empty(0, dtype=shape.dtype, device=shape.device)
-        self._new_kv: tuple[torch.Tensor, torch.Tensor] | None = None
+        self._new_kv = self._buffer
         self._slots = torch.empty(0, dtype=torch.int64, device=shape.device)
         self._scale, self._windows = shape.scale, shape.layer_windows
         self._plans: dict[int | None, _Plan] = {}
@@ -95,11 +106,9 @@ class TorchAttention(AttentionBackend):
             for window in set(self._windows)
         }
 
-    def write_kv(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> None:
-        keys, values = self._rows[layer]
-        keys.index_copy_(0, self._slots, k)
-        values.index_copy_(0, self._slots, v)
-        self._new_kv = (k, v)
+    def write_kv(self, layer: int, kv: torch.Tensor) -> None:
+        self._rows[layer].index_copy_(0, self._slots, kv)
+        self._new_kv = kv
 
     def run(self, layer: int, q: torch.Tensor) -> torch.Tensor:
         tokens, heads, head_dim = q.shape
@@ -154,20 +163,19 @@ class TorchAttention(AttentionBackend):
         return _DecodeGroup(
             rows=None if whole else members.to(self.cache.device),
             size=len(group),
-            pages=self._keys_and_values(pages),
-            longest=longest,
+            gather=self._plan_gather(pages, longest),
             mask=mask,
         )
 
     def _plan_chunk(self, metadata: AttentionMetadata, i: int, window: int | None) -> _Chunk:
         start, end = metadata.qo_indptr[i : i + 2].tolist()
         seq_len = int(metadata.seq_lens[i])
-        context, pages, base = seq_len - (end - start), None, 0
+        context, gather, base = seq_len - (end - start), None, 0
         if context:
             skipped = 0 if window is None else max(0, context + 1 - window) // metadata.block_size
             first, last = metadata.kv_indptr[i : i + 2].tolist()
-            pages = self._keys_and_values(metadata.kv_indices[first + skipped : last].unsqueeze(0))
             base = skipped * metadata.block_size
+            gather = self._plan_gather(metadata.kv_indices[first + skipped : last].unsqueeze(0), seq_len - base)
         pieces = []
         for top in range(start, end, _PIECE_ROWS):
             bottom = min(top + _PIECE_ROWS, end)
@@ -177,23 +185,21 @@ class TorchAttention(AttentionBackend):
             unseen = keys > own if window is None else (keys > own) | (keys <= own - window)
             mask = torch.zeros(unseen.shape, dtype=self.cache.dtype).masked_fill_(unseen, float("-inf"))
             pieces.append((top, bottom, low - base, mask.to(self.cache.device)))
-        return _Chunk(start, end, seq_len - base, pages, pieces)
+        return _Chunk(start, end, gather, pieces)
 
     # --------------------------------------------------------------------------------------------------- run
 
     def _decode(self, layer: int, q: torch.Tensor, group: _DecodeGroup) -> torch.Tensor:
-        k, v = self._gather(layer, group.pages, group.size, group.longest)
-        kv_heads, head_dim = k.shape[1], k.shape[3]
-        grouped = q.view(group.size, kv_heads, -1, head_dim)
+        k, v = self._gather(layer, group.gather)
+        grouped = q.view(group.size, k.shape[1], -1, k.shape[3])
         mixed = F.scaled_dot_product_attention(grouped, k, v, attn_mask=group.mask, scale=self._scale)
         return mixed.reshape(group.size, -1)
 
     def _prefill(self, layer: int, q: torch.Tensor, chunk: _Chunk, out: torch.Tensor) -> None:
-        if chunk.pages is None:
-            assert self._new_kv is not None
-            k, v = (new[chunk.start : chunk.end].transpose(0, 1).unsqueeze(0) for new in self._new_kv)
+        if chunk.gather is None:
+            k, v = self._new_kv[chunk.start : chunk.end].transpose(0, 1).unsqueeze(0).chunk(2, dim=1)
         else:
-            k, v = self._gather(layer, chunk.pages, 1, chunk.num_keys)
+            k, v = self._gather(layer, chunk.gather)
         queries, into = q.transpose(0, 1).unsqueeze(0), out.transpose(0, 1).unsqueeze(0)
         for top, bottom, low, mask in chunk.pieces:
             seen = slice(low, low + mask.shape[1])
@@ -208,22 +214,20 @@ class TorchAttention(AttentionBackend):
 
     # ------------------------------------------------------------------------------------------------- pages
 
-    def _keys_and_values(self, pages: torch.Tensor) -> torch.Tensor:
-        """pages: [size, count] of each sequence. [2 * size * count] rows of the cache viewed as [2 * num_blocks, ...]: each
-        sequence's keys, then its values, so that the core that gathers a sequence is the one that attends to it."""
-        return torch.cat((pages, pages + self.cache.shape[2]), dim=1).flatten().to(self.cache.device)
-
-    def _gather(self, layer: int, pages: torch.Tensor, size: int, length: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values, [size, kv_heads, length, head_dim] each: views of a buffer that the next call overwrites."""
-        source = self._pages[layer]
-        count = pages.shape[0] * source.shape[1]
-        if self._buffer.numel() < count:
-            self._buffer = self._buffer.new_empty(2 * count)
-        into = self._buffer[:count].view(pages.shape[0], source.shape[1])
-        torch.index_select(source, 0, pages, out=into)
+    def _plan_gather(self, pages: torch.Tensor, length: int) -> _Gather:
+        """pages: [sequences, pages of each], of which the first `length` tokens are wanted."""
+        places, width = pages.numel(), self._pages[0].shape[1]
+        if self._buffer.numel() < places * width:
+            self._buffer = self._buffer.new_empty(2 * places * width)
+        into = self._buffer[: places * width].view(places, width)
         kv_heads, head_dim = self.cache.shape[4:]
-        both = into.view(size, 2, -1, kv_heads, head_dim)[:, :, :length].transpose(2, 3)
-        return both[:, 0], both[:, 1]
+        both = into.view(pages.shape[0], -1, 2 * kv_heads, head_dim)[:, :length].transpose(1, 2)
+        return _Gather(pages.flatten().to(self.cache.device), into, *both.chunk(2, dim=1))
+
+    def _gather(self, layer: int, wanted: _Gather) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values, [sequences, kv_heads, keys, head_dim] each; the next call overwrites them."""
+        torch.index_select(self._pages[layer], 0, wanted.pages, out=wanted.into)
+        return wanted.k, wanted.v
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:

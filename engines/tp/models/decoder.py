@@ -79,9 +79,9 @@ class Layer:
         if self.q_norm is not None and self.k_norm is not None:
             heads[:, :queries] = self.q_norm(heads[:, :queries])
             heads[:, queries:values] = self.k_norm(heads[:, queries:values])
-        rotated = self._ops.rotate(heads[:, :values], rotation)
-        attention.write_kv(self.index, rotated[:, queries:], heads[:, values:])
-        return attention.run(self.index, rotated[:, :queries])
+        self._ops.rotate(heads[:, :values], rotation)
+        attention.write_kv(self.index, heads[:, queries:])
+        return attention.run(self.index, heads[:, :queries])
 
 
 def _add(

@@ -55,8 +55,8 @@ class Ops(ABC):
         """
 
     @abstractmethod
-    def rotate(self, heads: torch.Tensor, rotation: Rotation) -> torch.Tensor:
-        """heads: [tokens, heads, head_dim], of queries and keys together; rotated in place or in a new tensor."""
+    def rotate(self, heads: torch.Tensor, rotation: Rotation) -> None:
+        """heads: [tokens, heads, head_dim], of queries and keys together; rotated in place."""
 
     @abstractmethod
     def silu_and_mul(self, x: torch.Tensor) -> torch.Tensor:

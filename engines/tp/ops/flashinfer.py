@@ -42,7 +42,7 @@ class FlashInferOps(Ops):
     def rotation(self, table: torch.Tensor, positions: torch.Tensor, dtype: torch.dtype) -> Rotation:
         return table, positions
 
-    def rotate(self, heads: torch.Tensor, rotation: Rotation) -> torch.Tensor:
+    def rotate(self, heads: torch.Tensor, rotation: Rotation) -> None:
         table, positions = rotation
         tokens, _, head_dim = heads.shape
         # Queries and keys are turned alike, so that it does not matter which heads are called which.
@@ -54,7 +54,6 @@ class FlashInferOps(Ops):
             cos_sin_cache=table,
             is_neox=True,
         )
-        return heads
 
     def silu_and_mul(self, x: torch.Tensor) -> torch.Tensor:
         gated: torch.Tensor = self._flashinfer.silu_and_mul(x)

@@ -16,8 +16,8 @@ class TorchOps(Ops):
     def rotation(self, table: torch.Tensor, positions: torch.Tensor, dtype: torch.dtype) -> Rotation:
         return rotation(table, positions, dtype)
 
-    def rotate(self, heads: torch.Tensor, rotation: Rotation) -> torch.Tensor:
-        return rotate(heads, *rotation)
+    def rotate(self, heads: torch.Tensor, rotation: Rotation) -> None:
+        rotate(heads, *rotation)
 
     def silu_and_mul(self, x: torch.Tensor) -> torch.Tensor:
         gate, up = x.chunk(2, dim=-1)
