@@ -59,6 +59,7 @@ class InvariantOps(Ops):
 
     def __init__(self, ops: Ops) -> None:
         self._ops = ops
+        self.fuses_activations = ops.fuses_activations
 
     def norm(self, weight: torch.Tensor, eps: float, *, offset: float = 0.0) -> Norm:
         return InvariantNorm(self._ops.norm(weight, eps, offset=offset))

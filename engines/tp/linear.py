@@ -4,11 +4,16 @@ Why packed: with few rows (decoding) torch's own float32 product reaches half of
 on CPUs without bfloat16 arithmetic, computes row by row. oneDNN with weights in its own order is at the limit for both.
 """
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F  # noqa: N812 - everybody's name for it
 
 from tllm_core.engines.tp.comm import Group
 from tllm_core.engines.tp.invariant import in_blocks
+
+_ACTIVATIONS: dict[str, tuple[str, list[float], str]] = {"silu": ("swish", [], ""), "gelu_tanh": ("gelu", [], "tanh")}
+"""What oneDNN calls them: name, numbers, variant."""
 
 _EXPECTED_ROWS = 512
 """Rows that oneDNN packs for; measured as good as smaller guesses at 1 to 512 rows."""
@@ -80,6 +85,39 @@ class Linear:
             y: torch.Tensor = torch.ops.mkldnn._linear_pointwise.binary(x, residual, self.weight, self.bias, "add")
             return y
         return residual + F.linear(x, self.weight, self.bias)
+
+
+class Gated(Linear):
+    """`act(x @ gate.T) * (x @ up.T)`, the wide half of a gated MLP. weight: [2 * inner, in_features], the gate first.
+
+    Packed, the first product activates and the second multiplies, each in its own kernel; elsewhere, and where `activation` is
+    None, `act_and_mul` does both, from [rows, 2 * inner] to [rows, inner].
+    """
+
+    __slots__ = ("_act_and_mul", "_activation", "_up")
+
+    def __init__(
+        self,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        activation: str | None,
+        act_and_mul: Callable[[torch.Tensor], torch.Tensor],
+    ) -> None:
+        self._act_and_mul = act_and_mul
+        self._up: Linear | None = None
+        if activation is not None and _packs(weight):
+            self._activation = _ACTIVATIONS[activation]
+            (weight, up), (bias, up_bias) = weight.chunk(2), (None, None) if bias is None else bias.chunk(2)
+            self._up = Linear(up, up_bias)
+        super().__init__(weight, bias)
+
+    def _product(self, x: torch.Tensor) -> torch.Tensor:
+        """[rows, inner]."""
+        if self._up is None:
+            return self._act_and_mul(super()._product(x))
+        gate = torch.ops.mkldnn._linear_pointwise(x, self.weight, self.bias, *self._activation)
+        y: torch.Tensor = torch.ops.mkldnn._linear_pointwise.binary(x, gate, self._up.weight, self._up.bias, "mul")
+        return y
 
 
 class RowParallel(Linear):

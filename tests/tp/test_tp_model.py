@@ -5,10 +5,12 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F  # noqa: N812 - everybody's name for it
 
 from tests.tp.reference import VOCAB, expected, forward, load, prompt_of, reference
-from tllm_core.engines.tp.linear import Linear
+from tllm_core.engines.tp.linear import Gated, Linear
 from tllm_core.engines.tp.norm import RmsNorm
+from tllm_core.engines.tp.ops.torch import TorchOps
 from tllm_core.engines.tp.rope import rope_table, rotate, rotation
 from tllm_core.engines.tp.runner import Runner
 from tllm_core.engines.tp.spec import TpSettings
@@ -222,6 +224,26 @@ def test_rotation_keeps_lengths_and_depends_on_distance_alone() -> None:
 
     torch.testing.assert_close(score(7, 3), score(77, 73), atol=1e-5, rtol=1e-5)
     assert abs(score(7, 3) - score(7, 5)) > 1e-3
+
+
+@pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
+@pytest.mark.parametrize("with_bias", [False, True], ids=["without-bias", "with-bias"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_gate_is_the_same_in_the_products_kernels_and_behind_them(
+    dtype: torch.dtype, with_bias: bool, activation: str
+) -> None:
+    """The definition in float64; both ways are as near to it as the type allows."""
+    torch.manual_seed(0)
+    x, weight, bias = torch.randn(5, 64).to(dtype), torch.randn(2 * 48, 64).to(dtype), torch.randn(2 * 48).to(dtype)
+    given = bias if with_bias else None
+    gate, up = (x.double() @ weight.double().T + (bias.double() if with_bias else 0)).chunk(2, dim=-1)
+    exact = up * (F.silu(gate) if activation == "silu" else F.gelu(gate, approximate="tanh"))
+    act_and_mul = TorchOps().silu_and_mul if activation == "silu" else TorchOps().gelu_tanh_and_mul
+    near = 1e-5 if dtype == torch.float32 else 2**-5
+    for way in (activation, None):
+        found = Gated(weight, given, way, act_and_mul)(x)
+        assert found.dtype == dtype
+        torch.testing.assert_close(found.double(), exact, atol=near * float(exact.abs().max()), rtol=near)
 
 
 @pytest.mark.parametrize("of_weight", [torch.float32, torch.bfloat16], ids=str)

@@ -17,7 +17,7 @@ class Layer:
     """One decoder layer: attention and a gated MLP, each added to the residual stream; this rank's part of both."""
 
     __slots__ = (
-        "_act_and_mul", "_heads", "_ops", "_queries", "_rope", "attention_norm", "down", "gate_up", "index", "k_norm",
+        "_heads", "_ops", "_queries", "_rope", "attention_norm", "down", "gate_up", "index", "k_norm",
         "mlp_norm", "out", "post_attention_norm", "post_mlp_norm", "q_norm", "qkv",
     )  # fmt: skip
 
@@ -30,7 +30,6 @@ class Layer:
 
         self.index = index
         self._ops = loader.ops
-        self._act_and_mul = loader.ops.silu_and_mul if config.activation == "silu" else loader.ops.gelu_tanh_and_mul
         self._queries = loader.shard.heads.num_queries
         self._heads = (self._queries + 2 * loader.shard.heads.num_kv, config.head_dim)
         self._rope = int(config.local_rope is not None and config.windows[index] is not None)
@@ -69,7 +68,7 @@ class Layer:
         if rows is not None:
             x, mixed = x.index_select(0, rows), mixed.index_select(0, rows)
         normed, x = _add(self.out, self.post_attention_norm, self.mlp_norm, mixed, x)
-        return _add(self.down, self.post_mlp_norm, following, self._act_and_mul(self.gate_up(normed)), x)
+        return _add(self.down, self.post_mlp_norm, following, self.gate_up(normed), x)
 
     def _attend(self, normed: torch.Tensor, rotation: Rotation, attention: AttentionBackend) -> torch.Tensor:
         """[tokens, this rank's query heads * head_dim]."""

@@ -4,7 +4,7 @@ import torch
 
 from tllm_core.engines.tp.comm import Group
 from tllm_core.engines.tp.config import ModelConfig
-from tllm_core.engines.tp.linear import Linear, RowParallel, arithmetic_dtype
+from tllm_core.engines.tp.linear import Gated, Linear, RowParallel, arithmetic_dtype
 from tllm_core.engines.tp.models.shard import shard_of
 from tllm_core.engines.tp.ops import Norm, Ops
 from tllm_core.engines.tp.weights import Checkpoint, Piece
@@ -49,16 +49,18 @@ class Loader:
                 room = heads.group if part == 0 else 1
                 start, stop = first + own.start * dim, first + own.stop * dim
                 pieces.append(Piece(prefix + name, (rows,), start, stop, room * dim))
-        return self._rows(pieces, config.hidden_size, config.qkv_bias)
+        return Linear(*self._rows(pieces, config.hidden_size, config.qkv_bias))
 
-    def gate_up(self, prefix: str) -> Linear:
-        """The MLP's gate and up of this rank's columns, in that order."""
+    def gate_up(self, prefix: str) -> Gated:
+        """The MLP's gate and up of this rank's columns."""
         config, inner = self.config, self.shard.inner
         pieces = []
         for part in range(2):
             name, first, rows = _stored(config.names.gate_up, (config.intermediate_size,) * 2, part)
             pieces.append(Piece(prefix + name, (rows,), first + inner.start, first + inner.stop, len(inner)))
-        return self._rows(pieces, config.hidden_size, config.mlp_bias)
+        act_and_mul = self.ops.silu_and_mul if config.activation == "silu" else self.ops.gelu_tanh_and_mul
+        activation = config.activation if self.ops.fuses_activations else None
+        return Gated(*self._rows(pieces, config.hidden_size, config.mlp_bias), activation, act_and_mul)
 
     def out(self, prefix: str) -> RowParallel:
         """From this rank's heads back to the residual stream."""
@@ -78,7 +80,7 @@ class Loader:
         """To the logits of this rank's part of the vocabulary."""
         names = self.config.names
         name = names.embedding if self.config.tie_word_embeddings else names.head
-        return self._rows([self._vocab(name)], self.config.hidden_size, False)
+        return Linear(*self._rows([self._vocab(name)], self.config.hidden_size, False))
 
     def embedding(self) -> torch.Tensor:
         """[vocab_rows, hidden], in the narrower of the stored and the asked type: rows are widened as they are looked up."""
@@ -91,14 +93,14 @@ class Loader:
         vocab = self.shard.vocab
         return Piece(name, (self.config.vocab_size,), vocab.start, vocab.stop, self.shard.vocab_rows)
 
-    def _rows(self, pieces: list[Piece], columns: int, with_bias: bool) -> Linear:
-        """Pieces of weights [rows, columns], and of their biases [rows]."""
+    def _rows(self, pieces: list[Piece], columns: int, with_bias: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Pieces of a weight [rows, columns], and of its bias [rows]."""
         weight = self._weight(pieces, (columns,), 0)
         if not with_bias:
-            return Linear(weight)
+            return weight, None
         biases = [piece._replace(name=f"{piece.name}.bias") for piece in pieces]
         bias = self._checkpoint.joined(biases, 0, self.dtype, self.arithmetic)
-        return Linear(weight, bias.clone().to(self.device))
+        return weight, bias.clone().to(self.device)
 
     def _columns(self, pieces: list[Piece], with_bias: bool) -> RowParallel:
         """Pieces of a weight [rows, columns] along its columns. The sum over ranks has the bias of rank 0."""

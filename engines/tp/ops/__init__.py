@@ -41,7 +41,12 @@ class Norm(ABC):
 
 
 class Ops(ABC):
-    """A table of kernels for one device; all of a model's come from the same one."""
+    """A table of kernels for one device; all of a model's come from the same one.
+
+    fuses_activations: whether products may activate by themselves, where they can, instead of a kernel of this table.
+    """
+
+    fuses_activations: bool = False
 
     @abstractmethod
     def norm(self, weight: torch.Tensor, eps: float, *, offset: float = 0.0) -> Norm:

@@ -9,6 +9,8 @@ from tllm_core.engines.tp.rope import rotate, rotation
 
 
 class TorchOps(Ops):
+    fuses_activations = True
+
     def norm(self, weight: torch.Tensor, eps: float, *, offset: float = 0.0) -> Norm:
         # One plus a small weight loses most of that weight in a short type.
         return RmsNorm(weight.float() + offset if offset else weight, eps)
