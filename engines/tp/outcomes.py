@@ -119,5 +119,5 @@ def _words_of(sequence: Sequence, token: int) -> tuple[str, str | None]:
     if guide is not None and guide.error is not None:
         return f"the grammar can't go on: {guide.error}", "guided"
     if token == EMPTY:
-        return nothing_left(sequence.sampling, sequence.generated) or _BROKEN, None
+        return nothing_left(sequence.sampling, sequence.generated) or (_BROKEN, None)
     return _BROKEN, None

@@ -7,6 +7,9 @@ from tllm_core.contracts.messages import SamplingParams
 from tllm_core.engines.tp.sequence import Sequence
 
 _ROOM = 64
+_MOST = torch.finfo(torch.float32).max
+_LEAST_REPETITION = 1e-30
+"""A smaller penalty counts as this one: it still keeps the order of all logits below 3e8, and can't become 0 in float32."""
 
 
 def is_penalised(sampling: SamplingParams) -> bool:
@@ -16,7 +19,8 @@ def is_penalised(sampling: SamplingParams) -> bool:
 class Penalties:
     """The penalised rows of a batch, for `room` steps.
 
-    Repetition is for tokens of prompt and output, frequency and presence for those of the output. `_ids`, [rows, seen]:
+    Repetition is for tokens of prompt and output, frequency and presence for those of the output. No penalty makes a finite
+    logit infinite or NaN, so that those are always the model's own. `_ids`, [rows, seen]:
     each row's tokens, some of them more than once; every place of a token is given the same value. `_counts`,
     [rows, vocab]: how often each is in the output.
     """
@@ -28,7 +32,7 @@ class Penalties:
         params = [sequence.sampling for sequence in penalised]
         self._rows = torch.tensor(rows, device=device)
         self._each = torch.arange(len(rows), device=device)
-        self._repetition = _column([sampling.repetition_penalty for sampling in params], device)
+        self._repetition = _column([max(sampling.repetition_penalty, _LEAST_REPETITION) for sampling in params], device)
         self._frequency = _column([sampling.frequency_penalty for sampling in params], device)
         self._presence = _column([sampling.presence_penalty for sampling in params], device)
         self._counts = torch.stack([_counted(sequence, vocab) for sequence in penalised]).to(device)
@@ -45,7 +49,7 @@ class Penalties:
         value = torch.where(raw > 0, raw / self._repetition, raw * self._repetition)
         value -= self._frequency * counts
         value -= self._presence * (counts > 0)
-        logits[rows, columns] = value
+        logits[rows, columns] = torch.where(raw.isfinite(), value.clamp_(-_MOST, _MOST), raw)
 
     def count(self, tokens: torch.Tensor) -> None:
         """tokens: [batch rows], what was sampled."""

@@ -30,13 +30,17 @@ class Rules(NamedTuple):
         return self._replace(guide=guide)
 
 
-_LIMITING = ("guided", "allowed_token_ids", "bad_token_sequences", "logit_bias", "min_tokens")
+_LIMITING = ("guided", "allowed_token_ids", "bad_token_sequences", "min_tokens")
 
 
-def nothing_left(sampling: SamplingParams, position: int) -> str:
-    """What to say of a request whose rules leave no token at output `position`, counted from 0; "" where it has none."""
+def nothing_left(sampling: SamplingParams, position: int) -> tuple[str, str] | None:
+    """Of a request whose rules leave no token at output `position`, counted from 0: what to say, and the field to blame.
+
+    None where it has no rule that can exclude a token; a bias, which is finite, can't.
+    """
     default = SamplingParams()
     names = [name for name in _LIMITING if getattr(sampling, name) != getattr(default, name)]
     if not names:
-        return ""
-    return f"no token may come as number {position + 1} of the output: {' and '.join(names)} exclude all of them"
+        return None
+    words = f"no token may come as number {position + 1} of the output: {' and '.join(names)} exclude all of them"
+    return words, names[0]

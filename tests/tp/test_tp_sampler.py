@@ -4,6 +4,7 @@ import math
 import random
 from array import array
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import pytest
@@ -287,6 +288,44 @@ def test_a_broken_row_fails_alone(bad: float, params: dict) -> None:
     assert tokens == [good[0], FAILED, good[2]]
     assert logprobs is not None
     assert [entries is None for entries in logprobs] == [False, True, False]
+
+
+EXTREMES: dict[str, list[Any]] = {
+    "temperature": [0.0, 5e-324, 1.2e-38, 100.0],
+    "repetition_penalty": [5e-324, 1e-300, 1e-38, 100.0],
+    "presence_penalty": [-2.0, 2.0],
+    "frequency_penalty": [-2.0, 2.0],
+    "logit_bias": [(), tuple((token, -100.0) for token in range(128)), ((3, 100.0),)],
+    "top_p": [5e-324, 1.0],
+    "min_p": [0.0, 5e-324, 1.0],
+    "top_k": [0, 1, 2**31 - 1],
+}
+
+
+@pytest.mark.parametrize("scale", [1.0, 1e4, 1e38])
+def test_finite_logits_never_fail_whatever_a_request_makes_of_them(scale: float) -> None:
+    pick = random.Random(5)
+    logits = torch.randn(1, 128, generator=torch.Generator().manual_seed(2)).clamp(-3, 3) * scale
+    seen = [0, 3, int(logits.argmax()), int(logits.argmin())]
+    for _ in range(300):
+        params = {name: pick.choice(values) for name, values in EXTREMES.items()}
+        sequence = make([0, 3], **params)
+        sequence.token_ids.extend(seen)
+        (token,) = Sampler(CPU).sample(logits.clone(), [sequence]).token_ids
+        assert 0 <= token < 128, params
+
+
+@pytest.mark.parametrize("penalty", [5e-324, 1e-300, 1e-45])
+def test_a_repetition_penalty_near_0_takes_the_likeliest_of_what_was_seen(penalty: float) -> None:
+    logits = torch.tensor([[9.0, 2.0, 3.0, -1.0] * 16])
+    assert Sampler(CPU).sample(logits, [make([1, 2, 3], repetition_penalty=penalty)]).token_ids == [2]
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_no_penalty_hides_that_the_models_own_logits_are_broken(value: float) -> None:
+    logits = torch.zeros(1, 64)
+    logits[0, 5] = value
+    assert Sampler(CPU).sample(logits, [make([5, 6], repetition_penalty=1e-300)]).token_ids == [FAILED]
 
 
 def test_a_row_that_is_masked_everywhere_fails() -> None:
