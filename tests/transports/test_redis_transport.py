@@ -185,14 +185,11 @@ def test_ten_thousand_frames_cross_both_ways_in_order(pair: Pair) -> None:
 
 
 def test_what_was_read_is_removed_so_that_a_stream_stays_short(pair: Pair, client: redis.Redis) -> None:
-    longest = 0
-    for number in range(3000):
+    for number in range(1000):
         taken([b"%d" % number], pair.frontend.send)
         if number % 100 == 99:
             assert len(received(pair.engine, 100)) == 100
-            longest = max(longest, client.xlen(pair.keys.up(pair.peer)))
-    assert longest <= 200
-    until(lambda: client.xlen(pair.keys.up(pair.peer)) == 0)
+            until(lambda: client.xlen(pair.keys.up(pair.peer)) == 0)
 
 
 def test_frames_that_were_written_before_the_reader_started_are_read(pair: Pair, client: redis.Redis) -> None:
