@@ -266,8 +266,8 @@ class Frontend:
 
     def _watch_loop(self) -> None:
         try:
-            while not self._closed.is_set() and self._watch():
-                self._judge()
+            while not self._closed.is_set() and self._watch() and self._judge():
+                pass
         except Exception as error:
             log.exception("the watch over the engine world failed; it counts as dead")
             self._lose_world(Cause(f"the watch over the engine world failed: {error!r}"))
@@ -308,14 +308,18 @@ class Frontend:
                 self.post(error)
             return [Exited(clean=True)]
 
-    def _judge(self) -> None:
+    def _judge(self) -> bool:
+        """False once the world counts as dead; a path that is lost says nothing of it."""
         if self._liveness is None or self.world is None or self._closing.is_set():
-            return
+            return True
         verdict = self._liveness.poll(time.monotonic(), self.world.path_ok_at())
         if verdict is None:
-            return
-        lost = verdict.kind == "broker_down"
-        self.post(BrokerLost(verdict.message + self._why_down()) if lost else EngineDeadError(verdict.cause()))
+            return True
+        if verdict.kind == "broker_down":
+            self.post(BrokerLost(verdict.message + self._why_down()))
+            return True
+        self._lose_world(verdict.cause())
+        return False
 
     # ---------------------------------------------------------------------------------------------------- the end
 

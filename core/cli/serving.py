@@ -151,6 +151,8 @@ def _signals_raise() -> Iterator[None]:
         raise _Asked
 
     before = {number: signal.signal(number, ask) for number in (signal.SIGTERM, signal.SIGINT)}
+    # Who started this may ignore its children's ends, and passed that on; then all frontends would seem to end well.
+    before[signal.SIGCHLD] = signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     try:
         yield
     finally:

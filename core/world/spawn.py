@@ -117,6 +117,7 @@ class SpawnWorld(World):
         self._queue: list[WorldEvent] = []
         self._lost: Exited | None = None
         self._exited = self._over = self._killed = self._leaving = self._closed = False
+        self._reaping, self._is_reaped_here = threading.Lock(), True
 
     # ------------------------------------------------------------------------------------------------- events
 
@@ -220,15 +221,27 @@ class SpawnWorld(World):
         os.close(pidfd)
         return gone
 
-    def _reap(self) -> int:
-        """The watcher's exit code; one that does not end is killed, which takes the ranks along. Nothing of its session survives,
-        which is seen to before its pid, the session's number, can become another's."""
+    def _reap(self) -> int | None:
+        """The watcher's exit code, None where nobody knows it; one that does not end is killed, which takes the ranks along.
+        Nothing of its session survives, which is seen to before its pid, the session's number, can become another's."""
         if not self._is_gone(KILL_S):
             self._popen.kill()
             self._is_gone(KILL_S)
-        if self._popen.returncode is None:
-            kill_session(self._popen.pid)
-        return self._popen.wait()
+        with self._reaping:
+            if self._popen.returncode is None:
+                kill_session(self._popen.pid)
+                self._is_reaped_here = self._take_exit()
+        return self._popen.returncode if self._is_reaped_here else None
+
+    def _take_exit(self) -> bool:
+        """False where nobody knows how it ended: it is ignored by this process (SIGCHLD), or another waited for it."""
+        try:
+            _, status = os.waitpid(self._popen.pid, 0)
+        except ChildProcessError:
+            self._popen.wait()  # which takes this for an exit with 0
+            return False
+        self._popen.returncode = os.waitstatus_to_exitcode(status)
+        return True
 
     def _free(self) -> None:
         self._leaving = True

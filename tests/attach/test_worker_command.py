@@ -93,6 +93,21 @@ def test_worker_fails_with_the_cause_when_its_engine_dies(worker_process):
     assert not path.exists()
 
 
+@pytest.mark.parametrize("with_rank", [False, True], ids=["alone", "with its rank"])
+def test_worker_ends_with_the_cause_when_its_watcher_is_frozen(worker_process, socket_directory, with_rank):
+    worker, path = worker_process()
+    worker.line()
+    processes = processes_of(path)
+    for identity in processes if with_rank else processes[-1:]:
+        os.kill(identity.pid, signal.SIGSTOP)
+    assert worker.wait(10.0) == 1
+    assert "the engine has not been heard of for 1 s" in worker.stderr
+    assert "Traceback" not in worker.stderr
+    assert wait_gone(processes, 0.5)
+    assert not path.exists()
+    assert not list(socket_directory.iterdir())
+
+
 def test_a_killed_worker_takes_its_engine_along_and_attached_streams_end(
     worker_process, attach_process, socket_directory
 ):

@@ -178,6 +178,30 @@ def test_it_stops_where_the_owner_ignores_its_childrens_ends(script):
     assert owner.popen.wait(20) == 0
 
 
+@pytest.mark.parametrize("victim", ["rank", "watcher"])
+def test_how_it_died_is_told_truly_where_the_owner_ignores_its_childrens_ends(script, victim):
+    owner = script(
+        """
+        signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+        world = start()
+        sys.stdin.read()
+        while True:
+            for event in world.events(None):
+                if isinstance(event, Exited):
+                    say(exited=event.message)
+                    world.kill()
+                    sys.exit()
+        """,
+        stdin=subprocess.PIPE,
+    )
+    owner.until("event")
+    rank, watcher = owner.processes
+    os.kill((rank if victim == "rank" else watcher).pid, signal.SIGKILL)
+    owner.popen.stdin.close()
+    words = {"rank": "engine rank 0 was killed by SIGKILL", "watcher": "the engine's watcher is gone"}
+    assert owner.until("exited") == words[victim]
+
+
 def test_an_owner_whose_stderr_nobody_reads_holds_no_rank_up(script, engine_module):
     spec = engine_module("""
         def start(self, context):
