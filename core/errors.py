@@ -24,11 +24,22 @@ TllmError
 """
 
 import signal
-from typing import Self
+from collections.abc import Callable
+from typing import Self, TypeVar
+
+E = TypeVar("E", bound="TllmError")
 
 
 class TllmError(Exception):
-    """The root of the tree."""
+    """The root of the tree. All of it can be copied and pickled, fields included: a process pool passes it on as it is."""
+
+    def __reduce__(self) -> tuple[Callable[..., Self], tuple[type[Self], tuple[object, ...]], dict[str, object]]:
+        # An exception's own way calls the class with `args`, which here are the message and not what the class wants.
+        return _made_again, (type(self), self.args), self.__dict__
+
+
+def _made_again(kind: type[E], args: tuple[object, ...]) -> E:
+    return kind.__new__(kind, *args)
 
 
 class ConfigError(TllmError):
