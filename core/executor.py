@@ -38,6 +38,7 @@ from tllm_core.errors import (
 )
 from tllm_core.frontend import Frontend, foreign
 from tllm_core.health import Health, health_of
+from tllm_core.ledger.filtered import FilteredResult
 from tllm_core.ledger.result import GenerationResult
 from tllm_core.plan import Plan, ticket_for
 from tllm_core.prompts import Params, is_one_prompt, many_prompts, per_prompt
@@ -221,7 +222,8 @@ class GenerationExecutor(ControlCalls):
         request = hooks.request(request, self.info, self._frontend.ledger.in_flight)
         self._checks.check(request)
         filters = hooks.result_filters(request)
-        return GenerationResult(request, self._frontend.submit(request), self, filters)
+        mailbox = self._frontend.submit(request)
+        return FilteredResult(request, mailbox, self, filters) if filters else GenerationResult(request, mailbox, self)
 
     def generate_async(
         self,

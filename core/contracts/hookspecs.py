@@ -49,17 +49,33 @@ def tllm_filter_request(request: GenerationRequest, info: EngineInfo) -> Generat
 
 @hookspec
 def tllm_filter_result(request: GenerationRequest) -> Callable[[Any], None] | None:
-    """Return a callable that is given the GenerationResult after each update, before its consumer sees it; or None."""
+    """Return a callable that is given the GenerationResult after each update, before its consumer sees it; or None.
+
+    It is called on the thread of a consumer, once per update and never on two threads at once, and may change `outputs`. Who
+    only waits for the end reads once, so that there is one update. It may call whatever the result has but iterate: `abort()`
+    ends the request, which is an update too (finish reason "abort"; the consumer gets the tokens up to there with it); before
+    the end `finished` is False and `result(0)` raises TimeoutError. Until it returns nobody gets the update, so it must not
+    wait for another consumer of this result, which may be waiting for it. One that raises is logged and not called again for
+    this request.
+    """
 
 
 @hookspec
 def tllm_batch_delivered(batch: StepBatch, delivered_at: float) -> None:
-    """A step's rows are in their mailboxes. `delivered_at`: monotonic seconds. Observers that raise are detached once."""
+    """A step's rows are in their mailboxes. `delivered_at`: monotonic seconds. Observers that raise are detached once.
+
+    Called without any lock, on the thread that reads for everybody: it may submit and abort, and must not wait for a result or
+    a control call, which would wait for this thread.
+    """
 
 
 @hookspec
 def tllm_request_settled(client_id: int, outcome: str) -> None:
-    """A request reached its one terminal outcome: a finish reason or an error's class name."""
+    """A request reached its one terminal outcome: a finish reason or an error's class name.
+
+    Called as `tllm_batch_delivered` is, or on the thread that aborted the request or shut the executor down; no more may be
+    waited for.
+    """
 
 
 @hookspec

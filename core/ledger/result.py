@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import threading
 from asyncio import get_running_loop
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Generator, Sequence
 from types import TracebackType
-from typing import Protocol, Self, TypeAlias
+from typing import NoReturn, Protocol, Self
 
 from tllm_core.contracts.messages import (
     FinishReason,
@@ -23,8 +22,6 @@ from tllm_core.contracts.messages import (
 from tllm_core.errors import ResultBusyError
 from tllm_core.ledger.ledger import Finish, Mailbox, Outcome, Tokens, size_of
 from tllm_core.ledger.waiting import Deadline, ThreadWaiter, async_waiter, discard
-
-log = logging.getLogger("tllm_core")
 
 
 class CompletionOutput:
@@ -98,9 +95,6 @@ def _by_token(position: TokenLogprobs) -> dict[int, Logprob]:
     return {logprob.token_id: logprob for logprob in position}
 
 
-ResultFilter: TypeAlias = "Callable[[GenerationResult], None]"
-
-
 class Aborter(Protocol):
     """What a result needs of its executor."""
 
@@ -118,15 +112,12 @@ class GenerationResult:
     does a `result()` or `await` that is given up.
     """
 
-    def __init__(
-        self, request: GenerationRequest, mailbox: Mailbox, executor: Aborter, filters: Sequence[ResultFilter] = ()
-    ) -> None:
+    def __init__(self, request: GenerationRequest, mailbox: Mailbox, executor: Aborter) -> None:
         self.request = request
         self.client_id = mailbox.client_id
         self.outputs = [CompletionOutput(index) for index in range(request.sampling.n)]
         self.mailbox = mailbox
         self._executor = executor
-        self._filters = list(filters)
         self._lock = threading.Lock()
         self._updates = 0
         self._seen = 0
@@ -177,16 +168,6 @@ class GenerationResult:
             self._updates += 1
             if self._done is None:
                 self._done = outcome
-            if self._filters:
-                self._filter()
-
-    def _filter(self) -> None:
-        for result_filter in list(self._filters):
-            try:
-                result_filter(self)
-            except Exception:
-                self._filters.remove(result_filter)
-                log.exception("a result filter raised and was detached from request %d", self.client_id)
 
     def _apply(self, item: Tokens | Finish) -> None:
         output = self.outputs[item.index]
@@ -336,6 +317,12 @@ class GenerationResult:
         box = getattr(self, "mailbox", None)
         if box is not None and box.outcome is None:
             self._executor.drop(box.client_id)  # only an append: this may run inside any lock
+
+    def __reduce__(self) -> NoReturn:
+        """Of copies that share a mailbox each would get a part, and the first to go would abort the request of all."""
+        raise TypeError(
+            f"{self!r} belongs to its executor and can't be copied or pickled; take what is needed of its outputs"
+        )
 
     def __hash__(self) -> int:
         return self.client_id

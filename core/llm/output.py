@@ -12,7 +12,7 @@ import logging
 import threading
 from collections.abc import Callable, Generator
 from types import TracebackType
-from typing import Self
+from typing import NoReturn, Self
 
 from tllm_core.contracts.messages import TokenIds
 from tllm_core.errors import RequestError, ResultBusyError, TllmError
@@ -291,6 +291,13 @@ class RequestOutput:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self.abort()
+
+    def __reduce__(self) -> NoReturn:
+        """As for GenerationResult: there is one that reads."""
+        raise TypeError(
+            f"the output of request {self.client_id} belongs to its LLM and can't be copied or pickled; "
+            "take what is needed of its outputs"
+        )
 
     def __repr__(self) -> str:
         state = "finished" if self._finished else "running"

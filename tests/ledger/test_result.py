@@ -1,7 +1,9 @@
 """GenerationResult against a ledger, with real threads and real event loops."""
 
 import asyncio
+import copy
 import gc
+import pickle
 import threading
 from collections.abc import Callable
 
@@ -292,3 +294,14 @@ def test_losing_the_last_reference_leaves_the_id_to_be_aborted(bench: Bench) -> 
     del finished
     gc.collect()
     assert bench.ledger.take_dropped() == []
+
+
+@pytest.mark.parametrize("way", [copy.copy, copy.deepcopy, pickle.dumps], ids=lambda way: way.__name__)
+def test_a_result_is_neither_copied_nor_pickled_and_lives_on(bench: Bench, way: Callable[[object], object]) -> None:
+    result = bench.new()
+    with pytest.raises(TypeError, match="belongs to its executor"):
+        way(result)
+    gc.collect()
+    assert bench.ledger.take_dropped() == []
+    bench.give(result, 1, finish=True)
+    assert copy.deepcopy(result.result(0).outputs)[0].token_ids == [1]

@@ -1,7 +1,9 @@
 """RequestOutput over a real ledger, with real threads and real event loops: text exactly once, whoever waits."""
 
 import asyncio
+import copy
 import gc
+import pickle
 import threading
 from collections.abc import Callable, Sequence
 
@@ -18,6 +20,7 @@ from tllm_core.contracts.messages import (
     TokenIds,
 )
 from tllm_core.errors import EngineDeadError, RequestError, ResultBusyError
+from tllm_core.ledger.filtered import FilteredResult, ResultFilter
 from tllm_core.ledger.ledger import Ledger
 from tllm_core.ledger.result import GenerationResult
 from tllm_core.ledger.waiting import wake_all
@@ -49,13 +52,14 @@ class Bench:
         self.next_id = 1
         self.aborts: list[int] = []
 
-    def new(self, *stops: str, n: int = 1) -> RequestOutput:
+    def new(self, *stops: str, n: int = 1, filters: Sequence[ResultFilter] = ()) -> RequestOutput:
         request = GenerationRequest(prompt_token_ids=TokenIds.of([1]), sampling=SamplingParams(n=n))
         box = self.ledger.register(self.next_id, n)
         self.next_id += 1
         compiled = StopStrings(stops) if stops else None
         sequences = [SequenceText(Spelled(), compiled) for _ in range(n)]
-        return RequestOutput(GenerationResult(request, box, self), "p", sequences, has_stops=bool(stops))
+        result = FilteredResult(request, box, self, filters) if filters else GenerationResult(request, box, self)
+        return RequestOutput(result, "p", sequences, has_stops=bool(stops))
 
     def abort(self, client_id: int) -> None:
         effects = self.ledger.settle(client_id)
@@ -375,3 +379,21 @@ def test_a_crowd_raises_the_first_error(bench: Bench) -> None:
     wake_all(bench.ledger.deliver(batch).woken)
     with pytest.raises(RequestError, match="bad"):
         crowd.wait()
+
+
+@pytest.mark.timeout(60)
+def test_a_result_filter_that_aborts_ends_the_text_with_what_had_come(bench: Bench) -> None:
+    output = bench.new(filters=[lambda result: result.abort()])
+    bench.give(output, AB, C)
+    assert [(update.outputs[0].text_diff, update.outputs[0].finish_reason) for update in output] == [("ABC", "abort")]
+    assert output.aborted()
+    assert output.result(0) is output
+
+
+@pytest.mark.parametrize("way", [copy.copy, copy.deepcopy, pickle.dumps], ids=lambda way: way.__name__)
+def test_an_output_is_neither_copied_nor_pickled(bench: Bench, way: Callable[[object], object]) -> None:
+    output = bench.new()
+    with pytest.raises(TypeError, match="belongs to its LLM"):
+        way(output)
+    bench.give(output, AB, finish="stop")
+    assert output.result(0).outputs[0].text == "AB"

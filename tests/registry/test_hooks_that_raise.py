@@ -196,6 +196,19 @@ def test_a_result_filter_that_raises_is_dropped_and_the_result_goes_on(enable: E
     assert seen("bad") == [1]
 
 
+@pytest.mark.timeout(60)
+def test_a_result_filter_that_aborts_ends_its_request_and_no_other(enable: Enable) -> None:
+    code = (
+        "\n@hookimpl\ndef tllm_filter_result(request):\n"
+        "    return (lambda result: result.abort()) if request.prompt_token_ids[0] == 9 else None\n"
+    )
+    executor = enable(stopper=HEAD + code)
+    result = executor.generate_async([9, 9], SamplingParams(max_tokens=4000))
+    assert [update.outputs[0].finish_reason for update in result] == ["abort"]
+    assert result.outputs[0].token_ids == expected_tokens([9, 9], 4000)[: result.outputs[0].length]
+    answer(executor)
+
+
 def test_the_first_reason_and_the_first_replacement_count(enable: Enable) -> None:
     replace = (
         "import msgspec\n@hookimpl(tryfirst={first})\ndef tllm_filter_request(request, info):\n"
