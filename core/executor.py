@@ -91,6 +91,10 @@ class GenerationExecutor(ControlCalls):
     ) -> Self:
         """Starts an engine world and returns once it is ready.
 
+        The interpreter's exit ends it, if `shutdown` has not. Python first waits for non-daemon threads and for the tasks of
+        thread pools, which have the engine until they return: one that waits without end for a request that gets no further,
+        as of a paused engine, holds up the exit. `with`, or `shutdown` as the main thread's last act, ends such waits.
+
         `config` is a TOML file's path or Settings; keywords go before it. `on_phase` hears what start-up is doing.
         Raises ConfigError for a wrong choice or option, EngineStartError with the child's own error if it does not get ready.
         """
@@ -344,7 +348,11 @@ class GenerationExecutor(ControlCalls):
 
     def shutdown(self, timeout: float | None = None) -> None:
         """Ends pending requests with ExecutorClosedError and the engine world within `timeout` seconds (180 by default, 5 for
-        a dead one). Idempotent, from any thread."""
+        a dead one). Idempotent, from any thread.
+
+        Whoever waits for a request or control call, on any thread or loop, is woken by that error at once. Call it (or use
+        `with`) before the main thread ends where other threads may be waiting: see `create`.
+        """
         if os.getpid() != self._pid:
             return
         wait_s = SHUTDOWN_S if timeout is None else _bounded(timeout)
@@ -389,6 +397,9 @@ def _close_from_finalizer(frontend: Frontend, pid: int) -> None:
         frontend.close_soon()
 
 
+# Python runs this after it has joined all non-daemon threads and thread pools, and it must not run before: those may be at
+# work with their executor still, as a server's thread or a pool's tasks are after the main thread's last line, and nothing
+# tells a wait that will end from one that won't. `docs/adr/0009` has what was looked at.
 @atexit.register
 def _close_all() -> None:
     for frontend in list(_LIVE):
