@@ -7,7 +7,7 @@ from msgspec.structs import force_setattr
 
 from tllm_core.contracts.guided import GuidedDecoding as GuidedDecoding
 from tllm_core.contracts.tokens import MAX_TOKEN_ID
-from tllm_core.contracts.values import check_bias, check_float, check_ids, check_int, check_strings, shown
+from tllm_core.contracts.values import check_bias, check_float, check_ids, check_int, check_runs, check_strings, shown
 from tllm_core.errors import RequestError
 
 
@@ -16,14 +16,16 @@ class SamplingParams(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
     n: sequences per prompt. max_tokens: new tokens per sequence at most; None = what fits. min_tokens: no stop before.
     temperature: 0 = greedy. top_k: 0 = off. top_p, min_p: in [0, 1]. repetition_penalty: > 0, 1 = off.
-    presence_penalty, frequency_penalty: in [-2, 2]. seed: None = drawn anew. stop: strings (LLM only).
+    presence_penalty, frequency_penalty: in [-2, 2]. seed: None = drawn anew. stop: strings (LLM only), of 65,536 characters
+    together at most.
     include_stop_str_in_output: what ends a sequence, a stop string, one of stop_token_ids or the model's own end, is part of
     its text, tokens and logprobs; else it is in none of them.
     logprobs, prompt_logprobs: None = off, 0 = the sampled token's alone, k = the top k besides.
     logit_bias: (token id, what is added to its logit, in [-100, 100]) pairs, or a mapping of them. allowed_token_ids: no
-    others may come; None = all. bad_words: texts that may not come (LLM only). bad_token_sequences: runs of token ids
-    that may not come. best_of: so many sequences are generated, and the n with the largest cumulative logprob are
-    returned, at the end; None = n. guided: what the text must match; a mapping of its fields will do.
+    others may come; None = all. bad_words: texts that may not come (LLM only), of 65,536 characters together at most.
+    bad_token_sequences: runs of token ids that may not come. best_of: so many sequences are generated, and the n with the
+    largest cumulative logprob are returned, at the end; None = n. guided: what the text must match; a mapping of its fields
+    will do.
     """
 
     n: int = 1
@@ -58,9 +60,9 @@ class SamplingParams(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         for name in ("stop", "stop_token_ids", "allowed_token_ids", "bad_words"):
             if isinstance(value := getattr(self, name), list):  # a caller's list could change after it was checked
                 force_setattr(self, name, tuple(value))
-        if self.logit_bias:
+        if not _is_none(self.logit_bias):
             force_setattr(self, "logit_bias", _pairs(self.logit_bias))
-        if self.bad_token_sequences:
+        if not _is_none(self.bad_token_sequences):
             force_setattr(self, "bad_token_sequences", _tuples(self.bad_token_sequences))
         if isinstance(guided := getattr(self, "guided"), Mapping):  # noqa: B009 - the declared type is what it becomes here
             force_setattr(self, "guided", _guided(guided))
@@ -91,7 +93,7 @@ class SamplingParams(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
     def _check_limits(self) -> None:
         """Of which tokens may come."""
-        if self.logit_bias:
+        if not _is_none(self.logit_bias):
             check_bias(self.logit_bias)
         if self.allowed_token_ids is not None:
             check_ids("allowed_token_ids", self.allowed_token_ids)
@@ -104,10 +106,8 @@ class SamplingParams(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
                 f"bad_token_sequences must be sequences of token ids, not {shown(self.bad_token_sequences)}",
                 field="bad_token_sequences",
             )
-        for run in self.bad_token_sequences:
-            check_ids("bad_token_sequences", run)
-            if not run:
-                raise RequestError("bad_token_sequences has an empty one", field="bad_token_sequences")
+        if self.bad_token_sequences:
+            check_runs("bad_token_sequences", self.bad_token_sequences)
         if self.guided is not None:
             if not isinstance(self.guided, GuidedDecoding):
                 raise RequestError(f"guided must be a GuidedDecoding, not {shown(self.guided)}", field="guided")
@@ -157,6 +157,11 @@ _FLOAT_RANGES: tuple[tuple[str, float, float, bool], ...] = (
     ("presence_penalty", -2.0, 2.0, False),
     ("frequency_penalty", -2.0, 2.0, False),
 )
+
+
+def _is_none(values: object) -> bool:
+    """Whether it is (); arrays have no truth of their own."""
+    return type(values) is tuple and not values
 
 
 def _pairs(bias: object) -> object:

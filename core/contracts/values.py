@@ -1,6 +1,8 @@
 """Checks of single values. Those of sampling parameters, `check_...`, raise RequestError, which names the field."""
 
 import threading
+from collections import Counter
+from itertools import chain
 from numbers import Real
 from typing import Any
 
@@ -10,6 +12,8 @@ from tllm_core.errors import RequestError
 OPTIONAL = frozenset({"max_tokens", "seed", "logprobs", "prompt_logprobs", "best_of"})
 """Integers that may be None."""
 MOST_BIAS = 100.0
+MAX_STRINGS = 65_536
+"""Characters of all strings of a field together: an automaton over stop strings takes about 250 bytes for each."""
 MAX_WAIT_S = threading.TIMEOUT_MAX
 """Some centuries: the most that a lock can wait for."""
 MAX_SHOWN = 200
@@ -74,6 +78,16 @@ def check_ids(name: str, values: object) -> None:
             raise RequestError(f"{name} must be in [0, {MAX_TOKEN_ID}], not {shown(value)}", field=name)
 
 
+def check_runs(name: str, runs: tuple[object, ...]) -> None:
+    """Runs of token ids, none of them empty. As `check_ids`, without Python code for each id."""
+    for run in runs:
+        if not isinstance(run, tuple):
+            check_ids(name, run)
+        if not run:
+            raise RequestError(f"{name} has an empty one", field=name)
+    check_ids(name, tuple(chain.from_iterable(runs)))  # type: ignore[arg-type] # they are tuples
+
+
 def check_bias(pairs: object) -> None:
     """(token id, bias) pairs, each token once. As `check_ids`, without Python code for each."""
     if not isinstance(pairs, tuple) or set(map(type, pairs)) != {tuple} or set(map(len, pairs)) != {2}:
@@ -81,7 +95,7 @@ def check_bias(pairs: object) -> None:
     ids, values = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
     check_ids("logit_bias", tuple(ids))
     if len(set(ids)) < len(ids):
-        twice = next(token_id for token_id in ids if ids.count(token_id) > 1)
+        twice = next(token_id for token_id, count in Counter(ids).items() if count > 1)
         raise RequestError(f"logit_bias has the token id {twice} twice", field="logit_bias")
     known = set(map(type, values)) <= {int, float}
     if known and all(map(MOST_BIAS.__ge__, values)) and all(map((-MOST_BIAS).__le__, values)):  # NaN is neither
@@ -93,8 +107,11 @@ def check_bias(pairs: object) -> None:
 
 
 def check_strings(name: str, values: object) -> None:
+    """Not empty, and MAX_STRINGS characters together at most, so that they are not more than that either."""
     if not isinstance(values, tuple | list) or any(not isinstance(value, str) or not value for value in values):
         raise RequestError(f"{name} must be a sequence of non-empty strings, not {shown(values)}", field=name)
+    if (characters := sum(map(len, values))) > MAX_STRINGS:
+        raise RequestError(f"{name} has {characters} characters in all, and {MAX_STRINGS} are the most", field=name)
     if not all(map(is_unicode, values)):
         raise RequestError(f"{name} holds half of a surrogate pair, which is no Unicode text", field=name)
 

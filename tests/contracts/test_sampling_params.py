@@ -1,9 +1,11 @@
 """What SamplingParams takes, makes of it, and refuses by the field's name."""
 
 import math
+import time
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 
 from tllm_core import GuidedDecoding, RequestError, SamplingParams
@@ -18,6 +20,9 @@ BAD: list[tuple[str, Any, str]] = [
     ("logit_bias", [(1, 1.0), (2, 0.0), (1, 2.0)], "token id 1 twice"),
     ("logit_bias", [(1, 1.0, 2)], "pairs"),
     ("logit_bias", 5, "pairs"),
+    ("logit_bias", None, "pairs"),
+    ("logit_bias", np.zeros((5, 2)), "pairs of token id and bias, not array"),
+    ("bad_token_sequences", np.zeros((5, 2)), "sequences of token ids, not array"),
     ("allowed_token_ids", [], "None allows all"),
     ("allowed_token_ids", [1, -5], "not -5"),
     ("allowed_token_ids", [1, 2**31], "not 2147483648"),
@@ -28,6 +33,9 @@ BAD: list[tuple[str, Any, str]] = [
     ("bad_words", [7], "non-empty"),
     ("bad_words", ["a", "\ud800"], "surrogate"),
     ("stop", "\ud800", "surrogate"),
+    ("stop", "x" * 1_000_000, "1000000 characters in all, and 65536 are the most"),
+    ("stop", [f"{number:05}" for number in range(100_000)], "500000 characters in all, and 65536"),
+    ("bad_words", [f"{number:05}" for number in range(100_000)], "500000 characters in all, and 65536"),
     ("temperature", 10**400, r"in \[0.0, 100.0\], not 1000"),
     ("temperature", -(10**400), r"in \[0.0, 100.0\]"),
     ("temperature", 10**5000, "not this int"),
@@ -139,3 +147,29 @@ def test_all_of_it_crosses_the_wire() -> None:
 def test_as_many_ids_as_a_vocabulary_has_are_checked_in_little_time() -> None:
     ids = tuple(range(200_000))
     SamplingParams(allowed_token_ids=ids, logit_bias=tuple((token_id, 1.0) for token_id in ids)).check()
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        {"logit_bias": [*((token_id, 1.0) for token_id in range(100_000)), (99_999, 2.0)]},
+        {"logit_bias": [*((token_id, 1.0) for token_id in range(100_000)), (100_000, math.nan)]},
+        {"stop_token_ids": [*range(100_000), -1]},
+        {"allowed_token_ids": [*range(100_000), 2**31]},
+        {"bad_token_sequences": [*([token_id, 1] for token_id in range(100_000)), [-1]]},
+        {"bad_token_sequences": [*([token_id, 1] for token_id in range(100_000)), []]},
+        {"bad_words": ["a"] * 100_000},
+        {"guided": {"choice": ["abc"] * 100_000}},
+    ],
+)
+def test_what_is_wrong_at_the_end_of_many_values_is_found_in_little_time(params: dict[str, Any]) -> None:
+    """Quadratic work on 100,000 takes minutes."""
+    began = time.process_time()
+    with pytest.raises(RequestError) as caught:
+        SamplingParams(**params).check()
+    assert time.process_time() - began < 3
+    assert caught.value.field in params
+
+
+def test_the_longest_stop_strings_are_taken() -> None:
+    SamplingParams(stop=["x"] * 65_536, bad_words="y" * 65_536).check()  # type: ignore[arg-type]

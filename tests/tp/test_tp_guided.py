@@ -141,6 +141,13 @@ def test_an_expression_is_matched_whole(bench: Bench, seed: int) -> None:
     assert re.fullmatch(r"[a-f]{3,9}-(yes|no)é?", text)
 
 
+def test_choices_may_be_many_and_come_again(bench: Bench) -> None:
+    many = tuple(f"{number}" for number in range(10_000))
+    answer = bench.ask(guided={"choice": many}, max_tokens=10)
+    assert answer in many
+    assert bench.ask(guided={"choice": ("yes",) * 10_000}) == "yes"
+
+
 def test_choices_and_grammars_of_both_notations(bench: Bench) -> None:
     for seed in range(4):
         fields: dict[str, Any] = {"temperature": 2.0, "seed": seed}
