@@ -3,32 +3,40 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+import numpy.typing as npt
 
 
 class BadSequences:
     """The runs of one request that have more than one token; what has one may never come, and is among the offsets.
 
-    Only what was generated counts, not the prompt. Runs are found by their last token but one, so that a step looks at
-    those alone that may be at their end.
+    Only what was generated counts, not the prompt. Runs are found by all their tokens but the last, so that a step looks up
+    one beginning of each length, however many runs there are.
     """
 
     def __init__(self, runs: Iterable[Sequence[int]]) -> None:
-        self._by_last: dict[int, list[tuple[array[int], int]]] = {}
+        lasts: dict[bytes, set[int]] = {}
         for run in runs:
-            self._by_last.setdefault(run[-2], []).append((array("i", run[:-1]), run[-1]))
+            lasts.setdefault(array("i", run[:-1]).tobytes(), set()).add(run[-1])
+        self._lasts = {before: np.fromiter(tokens, dtype=np.int64) for before, tokens in lasts.items()}
+        width = array("i").itemsize
+        self._lengths = sorted({len(before) // width for before in lasts})
 
     @classmethod
     def of(cls, runs: Sequence[Sequence[int]]) -> BadSequences | None:
         longer = [run for run in runs if len(run) > 1]
         return cls(longer) if longer else None
 
-    def banned(self, token_ids: array[int], prompt_len: int) -> Iterator[int]:
+    def banned(self, token_ids: array[int], prompt_len: int) -> list[npt.NDArray[np.int64]]:
         """The tokens that would complete a run after `token_ids`, of which the first `prompt_len` do not count."""
-        length = len(token_ids)
-        if length == prompt_len:
-            return
-        for before, last in self._by_last.get(token_ids[-1], ()):
-            start = length - len(before)
-            if start >= prompt_len and token_ids[start:] == before:
-                yield last
+        generated = len(token_ids) - prompt_len
+        found: list[npt.NDArray[np.int64]] = []
+        for length in self._lengths:
+            if length > generated:
+                break
+            last = self._lasts.get(token_ids[-length:].tobytes())
+            if last is not None:
+                found.append(last)
+        return found

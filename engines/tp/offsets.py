@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 from collections.abc import Sequence as AbstractSequence
 from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from tllm_core.contracts.messages import SamplingParams
@@ -37,6 +39,17 @@ class Offsets(NamedTuple):
             ids, bias = zip(*sampling.logit_bias, strict=True)
             added[np.array(ids, dtype=np.int64)] += np.array(bias, dtype=np.float32)
         added[np.array(singles, dtype=np.int64)] = -math.inf
+        return cls._of(added, device)
+
+    @classmethod
+    def without(cls, token_ids: Collection[int], vocab: int, device: torch.device) -> Offsets:
+        """None of `token_ids`, which are below `vocab`, may come."""
+        added = np.zeros(vocab, dtype=np.float32)
+        added[np.fromiter(token_ids, dtype=np.int64, count=len(token_ids))] = -math.inf
+        return cls._of(added, device)
+
+    @classmethod
+    def _of(cls, added: npt.NDArray[np.float32], device: torch.device) -> Offsets:
         touched = added.nonzero()[0]
         if len(touched) > _SPARSE:
             return cls(None, None, torch.from_numpy(added).to(device))

@@ -8,13 +8,14 @@ plain greedy, nothing else is computed.
 import math
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
 from tllm_core.contracts.messages import TokenLogprobs
 from tllm_core.engines.tp.draws import Draws, Workspace, is_drawn
 from tllm_core.engines.tp.guided.masks import GuidedRows
 from tllm_core.engines.tp.logprobs import token_logprobs
-from tllm_core.engines.tp.offsets import OffsetRows
+from tllm_core.engines.tp.offsets import OffsetRows, Offsets
 from tllm_core.engines.tp.penalties import Penalties, is_penalised
 from tllm_core.engines.tp.sequence import Sequence
 
@@ -92,7 +93,7 @@ class _Rows:
         self._tops = [params[row].logprobs or 0 for row in self._told]
         self._penalties: Penalties | None = None
         self.draws: Draws | None = None
-        self._held, self.steps_left = _held_back(sequences, device)
+        self._held, self.steps_left = _held_back(sequences, vocab, device)
         self._take_rules(sequences, vocab)
         if penalised := [row for row, sampling in enumerate(params) if is_penalised(sampling)]:
             self._penalties = Penalties(penalised, sequences, vocab, device)
@@ -127,18 +128,19 @@ class _Rows:
         if self._guided is not None:
             self._guided.add_to(logits)
         if self._bad:
-            self._exclude(
-                logits, [(row, token) for row, bad, s in self._bad for token in bad.banned(s.token_ids, s.prompt_len)]
-            )
+            self._exclude_runs(logits)
         if self._held is not None:
-            logits[self._held[0], self._held[1]] += -math.inf
+            self._held.add_to(logits)
         if self._penalties is not None:
             self._penalties.apply(logits)
 
-    def _exclude(self, logits: torch.Tensor, pairs: list[tuple[int, int]]) -> None:
-        if pairs:
-            rows, tokens = torch.tensor(pairs, device=self._device).T
-            logits[rows, tokens] += -math.inf  # added, so that NaN is still seen
+    def _exclude_runs(self, logits: torch.Tensor) -> None:
+        found = [(row, ids) for row, bad, s in self._bad for ids in bad.banned(s.token_ids, s.prompt_len)]
+        if found:
+            rows = np.repeat([row for row, _ in found], [len(ids) for _, ids in found])
+            tokens = np.concatenate([ids for _, ids in found])
+            places = torch.from_numpy(np.stack((rows, tokens))).to(self._device)
+            logits[places[0], places[1]] += -math.inf  # added, so that NaN is still seen
 
     def failures(self, best: torch.Tensor) -> torch.Tensor | int:
         """What stands for a token in rows without any: [rows], or one for all. best: [rows] the largest of each row."""
@@ -169,9 +171,14 @@ class _Rows:
         return found
 
 
-def _held_back(sequences: list[Sequence], device: torch.device) -> tuple[torch.Tensor | None, int]:
-    """[2, held] rows and token ids that can't come yet, and for how many steps that stays so (-1 = for ever)."""
+def _held_back(sequences: list[Sequence], vocab: int, device: torch.device) -> tuple[OffsetRows | None, int]:
+    """The stop ids that can't come yet, and for how many steps that stays so (-1 = for ever)."""
     left = [sequence.min_len - len(sequence.token_ids) if sequence.stop_ids else 0 for sequence in sequences]
-    held = [(row, token) for row, more in enumerate(left) if more > 0 for token in sequences[row].stop_ids]
-    steps = min([more for more in left if more > 0], default=-1)
-    return torch.tensor(held, device=device).T if held else None, steps
+    rows = [row for row, more in enumerate(left) if more > 0]
+    if not rows:
+        return None, -1
+    # Those of a request's sequences are one object, and may be the whole vocabulary.
+    sets = {id(sequences[row].stop_ids): sequences[row].stop_ids for row in rows}
+    offsets = {key: Offsets.without(stop_ids, vocab, device) for key, stop_ids in sets.items()}
+    held = OffsetRows([(row, offsets[id(sequences[row].stop_ids)]) for row in rows])
+    return held, min(left[row] for row in rows)

@@ -22,7 +22,7 @@ from tllm_core.engines.tp.engine import TpEngine
 from tllm_core.engines.tp.guided import compile as compiling
 from tllm_core.engines.tp.guided import grammars
 from tllm_core.engines.tp.guided.compile import compile_grammar, load_vocabulary
-from tllm_core.engines.tp.guided.guide import Guide
+from tllm_core.engines.tp.guided.guide import Guide, Stops
 from tllm_core.engines.tp.guided.masks import GuidedRows
 from tllm_core.errors import RequestError
 
@@ -172,7 +172,7 @@ def test_what_may_come_is_what_a_plain_search_finds(text_model_dir: Path) -> Non
     choices = ["yes", "yes, no", "no", "maybe: true", "mayb", "false 12"]
     grammar = compile_grammar(vocabulary, GuidedDecoding(choice=tuple(choices)))
     for _ in range(30):
-        guide, so_far = grammar.start(frozenset({EOS, 77})), ""
+        guide, so_far = grammar.start(grammar.stops(frozenset({EOS, 77}))), ""
         while True:
             mask = np.zeros(VOCAB // 32, dtype=np.uint32)
             guide.fill(mask)
@@ -266,7 +266,8 @@ def test_broken_logits_are_told_as_such_behind_a_mask(text_model_dir: Path) -> N
     grammar = compile_grammar(load_vocabulary(str(text_model_dir), VOCAB, (EOS,)), GuidedDecoding(choice=("yes",)))
     logits = torch.zeros(3, VOCAB)
     logits[1, 200] = torch.nan
-    GuidedRows([(1, grammar.start(frozenset())), (2, grammar.start(frozenset()))], VOCAB, CPU).add_to(logits)
+    stops = grammar.stops(frozenset())
+    GuidedRows([(1, grammar.start(stops)), (2, grammar.start(stops))], VOCAB, CPU).add_to(logits)
     assert logits[0].tolist() == [0.0] * VOCAB
     assert logits[1].isnan().nonzero().flatten().tolist() == [200]
     assert torch.equal(logits[1].isneginf() | logits[1].isnan(), logits[2].isneginf())
@@ -410,7 +411,7 @@ class _Slow:
 
 def test_a_grammar_that_is_slow_for_long_fails_its_request() -> None:
     mask = np.ones(10, dtype=np.uint32)
-    guide = Guide(_Slow(), mask.copy(), 0, frozenset())  # type: ignore[arg-type]
+    guide = Guide(_Slow(), mask.copy(), 0, Stops.of(frozenset(), len(mask)))  # type: ignore[arg-type]
     filled = 0
     while guide.error is None and filled < 50:
         guide.fill(mask)
@@ -449,3 +450,16 @@ def test_without_a_tokenizer_or_with_the_setting_off_it_is_refused(model_dir: Pa
         with pytest.raises(RequestError, match=reason):
             engine.submit(request)
         assert not engine.live
+
+
+def test_however_many_tokens_end_an_answer_a_mask_takes_no_code_for_each() -> None:
+    words = 100_000 // 32
+    mask, first = np.zeros(words, dtype=np.uint32), np.zeros(words, dtype=np.uint32)
+    first[0] = 1
+    stops = Stops.of(frozenset(range(40, 32 * words)), words)
+    guides = [Guide(_Slow(), first, 0, stops) for _ in range(16)]  # type: ignore[arg-type]
+    began = time.thread_time()
+    for guide in guides:
+        guide.fill(mask)
+    assert time.thread_time() - began < 0.2
+    assert np.unpackbits(mask.view(np.uint8), bitorder="little").nonzero()[0].tolist() == [0, *range(40, 32 * words)]

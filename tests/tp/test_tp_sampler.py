@@ -2,6 +2,7 @@
 
 import math
 import random
+import time
 from array import array
 from collections.abc import Iterator
 from typing import Any
@@ -443,6 +444,30 @@ def test_bad_sequences_count_what_was_generated_alone() -> None:
         tokens += sampler.sample(logits.clone(), [sequence]).token_ids
         sequence.token_ids.append(tokens[-1])
     assert tokens == [3, 3, 2, 2, 2]
+
+
+VOCABULARY = 100_000
+LAST = VOCABULARY - 1
+MANY: dict[str, tuple[dict[str, Any], int]] = {
+    "held back": ({"stop": tuple(range(LAST)), "min_tokens": 50}, LAST),
+    "runs with one last but one": ({"bad_token_sequences": tuple((token, 7, 0) for token in range(VOCABULARY))}, 1),
+    "runs with one beginning": ({"bad_token_sequences": tuple((7, token) for token in range(LAST))}, LAST),
+    "allowed": ({"allowed_token_ids": tuple(range(LAST, 0, -1))}, 1),
+    "biased": ({"logit_bias": tuple((token, float(token == 3)) for token in range(VOCABULARY))}, 3),
+}
+
+
+@pytest.mark.parametrize(("params", "expected"), MANY.values(), ids=list(MANY))
+def test_a_step_is_short_however_many_tokens_a_request_names(params: dict[str, Any], expected: int) -> None:
+    """Python code for each token took more than a second for 16 sequences of most of these."""
+    first = make([1, 2], vocab=VOCABULARY, **params)
+    sequences = [copy_of(first) for _ in range(16)]
+    for sequence in sequences:
+        sequence.token_ids.extend([5, 7])
+    logits, sampler = torch.zeros(16, VOCABULARY), Sampler(CPU)
+    began = time.thread_time()
+    assert sampler.sample(logits, sequences).token_ids == [expected] * 16
+    assert time.thread_time() - began < 0.5
 
 
 def test_token_ids_stay_appendable_after_sampling() -> None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from tllm_core.contracts.messages import GuidedDecoding
-from tllm_core.engines.tp.guided.guide import NO_MATCH, Guide, Mask, words_of
+from tllm_core.engines.tp.guided.guide import NO_MATCH, Guide, Mask, Stops, words_of
 from tllm_core.errors import ModelError
 
 if TYPE_CHECKING:
@@ -29,8 +29,12 @@ class Grammar(NamedTuple):
     first: Mask
     end: int
 
-    def start(self, stops: frozenset[int]) -> Guide:
-        """A sequence's guide. stops: the token ids that end it, which may come where the grammar is complete."""
+    def stops(self, token_ids: frozenset[int]) -> Stops:
+        """For `start`: what ends the sequences of a request."""
+        return Stops.of(token_ids, len(self.first))
+
+    def start(self, stops: Stops) -> Guide:
+        """A sequence's guide. stops: what ends it, which may come where the grammar is complete."""
         return Guide(self.matcher.deep_copy(), self.first, self.end, stops)
 
 

@@ -61,5 +61,6 @@ class Guidance:
 
 
 def _guide(live: LiveRequest, grammar: Grammar) -> None:
+    stops = grammar.stops(live.sequences[0].stop_ids)  # the same for all of them
     for sequence in live.sequences:
-        sequence.rules = (sequence.rules or Rules()).guided_by(grammar.start(sequence.stop_ids))
+        sequence.rules = (sequence.rules or Rules()).guided_by(grammar.start(stops))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -22,6 +22,20 @@ _DEAD_END = "NoExtensionBias"
 """What llguidance says where no token can come, and the answer is not complete."""
 
 
+class Stops(NamedTuple):
+    """What ends a request's sequences: there may be as many as the vocabulary has."""
+
+    token_ids: frozenset[int]
+    mask: Mask
+
+    @classmethod
+    def of(cls, token_ids: frozenset[int], words: int) -> Stops:
+        """words: of the mask; all `token_ids` have their bit in it."""
+        bits = np.zeros(32 * words, dtype=bool)
+        bits[np.fromiter(token_ids, dtype=np.int64, count=len(token_ids))] = True
+        return cls(token_ids, np.packbits(bits, bitorder="little").view(np.uint32))
+
+
 class Guide:
     """Follows the tokens of one sequence; neither preemption nor its row in a batch matters to it.
 
@@ -30,7 +44,7 @@ class Guide:
 
     __slots__ = ("_credit_s", "_end", "_first", "_matcher", "_stops", "error")
 
-    def __init__(self, matcher: LLMatcher, first: Mask, end: int, stops: frozenset[int]) -> None:
+    def __init__(self, matcher: LLMatcher, first: Mask, end: int, stops: Stops) -> None:
         """first: the mask of the first token. end: the token that the grammar ends with; any of `stops` may then come."""
         self._matcher, self._end = matcher, end
         self._first: Mask | None = first
@@ -47,13 +61,12 @@ class Guide:
         if self.error is not None:
             mask[:] = 0
         elif mask[self._end >> 5] >> np.uint32(self._end & 31) & np.uint32(1):
-            for token in self._stops:
-                mask[token >> 5] |= np.uint32(1 << (token & 31))
+            mask |= self._stops.mask
 
     def follow(self, token: int) -> None:
         """Takes the token that was sampled; what ends the sequence is none of the grammar's."""
         self._first = None
-        if token not in self._stops and self.error is None and not self._matcher.consume_token(token):
+        if token not in self._stops.token_ids and self.error is None and not self._matcher.consume_token(token):
             self.error = words_of(self._matcher)
 
     def _compute(self, mask: Mask) -> None:
