@@ -85,14 +85,14 @@ class AttachFile(Struct, frozen=True, kw_only=True):
 def write_attach_file(path: str | os.PathLike[str], content: AttachFile) -> None:
     """Puts the file there in one move, mode 0600. Raises ConfigError where that can't be done.
 
-    It asks nobody whose file is there: whoever owns an engine has a claim to it first.
+    It asks nobody whose attach file is there: whoever owns an engine has a claim to it first.
     """
     target = _target(path)
     try:
         with _draft(target, msgspec.json.format(msgspec.json.encode(content)) + b"\n") as draft:
             os.replace(draft, target)
     except OSError as error:
-        raise ConfigError(f"the attach file {target} can't be written: {error.strerror}") from None
+        raise ConfigError(f"the attach file {target} can't be written: {_why(target, error)}") from None
 
 
 def claim_attach_file(path: str | os.PathLike[str]) -> Claim:
@@ -106,7 +106,7 @@ def claim_attach_file(path: str | os.PathLike[str]) -> Claim:
     except Held as error:
         raise ConfigError(_taken(target, error.holder)) from None
     except OSError as error:
-        raise ConfigError(f"the attach file {target} can't be claimed: {error.strerror}") from None
+        raise ConfigError(f"the attach file {target} can't be claimed: {_why(target, error)}") from None
     try:
         _check_no_engine(target)
         _check_writable(target)
@@ -134,7 +134,33 @@ def _target(path: str | os.PathLike[str]) -> Path:
         raise ConfigError(f"the attach file {where!r} can't be written: its path has a NUL character in it")
     if os.path.isdir(where):
         raise ConfigError(f"the attach file {where} can't be written: it is a directory; name a file in it")
-    return Path(where)
+    target = Path(where)
+    if os.path.lexists(target) and not _is_replaceable(target):
+        raise ConfigError(
+            f"the attach file {where} can't be written: something that is no attach file is there, and is left alone; "
+            "name another path, or remove it"
+        )
+    return target
+
+
+def _is_replaceable(target: Path) -> bool:
+    """Only an attach file, of whatever version, and an empty file are; not a link to one either."""
+    with contextlib.suppress(OSError, ConfigError):
+        fd = os.open(target, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW)
+        try:
+            if not stat.S_ISREG(os.fstat(fd).st_mode):
+                return False
+            raw = _read(fd)
+        finally:
+            os.close(fd)
+        return not raw or _decode(raw, Versions, os.fspath(target)) is not None
+    return False
+
+
+def _why(target: Path, error: OSError) -> str:
+    if isinstance(error, FileNotFoundError) and not target.parent.is_dir():
+        return f"there is no directory {target.parent}"
+    return str(error.strerror)
 
 
 @contextlib.contextmanager
@@ -158,7 +184,7 @@ def _check_writable(target: Path) -> None:
         with _draft(target, bytes(USUAL_BYTES)):
             pass
     except OSError as error:
-        raise ConfigError(f"the attach file {target} can't be written: {error.strerror}") from None
+        raise ConfigError(f"the attach file {target} can't be written: {_why(target, error)}") from None
 
 
 def remove_attach_file(path: str | os.PathLike[str], content: AttachFile) -> None:
@@ -217,6 +243,9 @@ def read_attach_file(path: str | os.PathLike[str]) -> AttachFile:
             f"{_span(MIN_WIRE_VERSION, WIRE_VERSION)}; install the same tllm-core on both sides"
         )
     content: AttachFile = _decode(raw, AttachFile, where)
+    for address in (content.address, content.watcher_address):
+        if address is not None and not 0 <= address.generation < 1 << 64:
+            raise ConfigError(f"{where} is no attach file: no engine has the generation {address.generation}")
     return content
 
 

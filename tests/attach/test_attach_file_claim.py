@@ -5,6 +5,7 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -235,7 +236,7 @@ def test_threads_of_one_process_that_claim_at_once_do_not_both_have_it(tmp_path)
     [
         ("", "the path of the attach file is empty; name a file"),
         (".", "is a directory; name a file in it"),
-        ("missing/engine.json", "No such file or directory"),
+        ("missing/engine.json", "there is no directory missing"),
         ("/proc/engine.json", "can't be claimed"),
         ("a\0b", "has a NUL character"),
     ],
@@ -253,6 +254,60 @@ def test_a_worker_says_so_before_it_starts_its_engine(where, config, tmp_path):
     done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=60, check=False)
     assert done.returncode == 2, done.stderr
     assert re.fullmatch(r"tllm: the (path of the )?attach file .*\n", done.stderr)
+
+
+@pytest.mark.parametrize("content", [b"[engine]\nname = 'echo'\n", b"{}", b"[1, 2]", b"\xff", b'{"wire_versions": 1}'])
+def test_a_file_that_is_no_attach_file_is_left_alone(content, tmp_path):
+    path = tmp_path / "mine.toml"
+    path.write_bytes(content)
+    with pytest.raises(ConfigError, match="something that is no attach file is there, and is left alone"):
+        claim_attach_file(path)
+    assert path.read_bytes() == content
+    assert list(tmp_path.iterdir()) == [path]
+
+
+@pytest.mark.parametrize("kind", ["fifo", "socket", "link", "link to nothing"])
+def test_what_is_no_regular_file_is_left_alone(kind, tmp_path):
+    path, other = tmp_path / "there", tmp_path / "other"
+    if kind == "fifo":
+        os.mkfifo(path)
+    elif kind == "socket":
+        with socket.socket(socket.AF_UNIX) as end:
+            end.bind(os.fspath(path))
+    else:
+        path.symlink_to(other)
+        if kind == "link":
+            other.touch()
+    before = path.lstat()
+    with pytest.raises(ConfigError, match="something that is no attach file is there, and is left alone"):
+        claim_attach_file(path)
+    assert os.path.samestat(path.lstat(), before)
+
+
+def test_an_empty_file_and_an_attach_file_of_any_version_are_replaced(tmp_path):
+    path = tmp_path / "engine.json"
+    for content in ("", '{"wire_versions": [99, 99], "and": "more"}'):
+        path.write_text(content)
+        claim_attach_file(path).release()
+
+
+def test_a_worker_whose_config_is_named_as_its_attach_file_leaves_it_alone(config, tmp_path):
+    path = config()
+    before = path.read_bytes()
+    command = [sys.executable, "-c", TLLM, "worker", "--config", str(path), "--attach-file", str(path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, path.read_bytes()) == (2, before)
+    assert "something that is no attach file is there" in done.stderr
+
+
+@pytest.mark.parametrize("generation", [-1, 1 << 64])
+def test_a_generation_that_no_engine_has_is_told_in_words(generation, own, tmp_path):
+    path = tmp_path / "engine.json"
+    content = msgspec.json.decode(msgspec.json.encode(own().executor.write_attach_file(path)))
+    content["address"]["generation"] = generation
+    path.write_text(json.dumps(content))
+    with pytest.raises(ConfigError, match=f"no engine has the generation {generation}"):
+        GenerationExecutor.attach(path)
 
 
 def test_a_full_disk_is_found_out_by_the_claim(tmp_path, monkeypatch):
