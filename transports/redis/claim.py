@@ -68,7 +68,7 @@ class Claim:
             connection.call("UNWATCH")
             return False
         set_own = ("SET", name, self._value, "PX", self._ttl_ms)
-        return done(connection.run([("MULTI",), set_own, ("EXEC",)]))[-1] is not None
+        return connection.transact(set_own) is not None
 
     def _own_value(self, connection: Connection) -> bytes:
         return b"%016x %d" % (self._keys.generation, _number(connection))
@@ -78,7 +78,7 @@ def remove(connection: Connection, keys: Keys, value: bytes) -> None:
     """Frees the name if it is held under this value."""
     _, now = done(connection.run([("WATCH", keys.name), ("GET", keys.name)]))
     if now == value:
-        done(connection.run([("MULTI",), ("DEL", keys.name), ("EXEC",)]))
+        connection.transact(("DEL", keys.name))
     else:
         connection.call("UNWATCH")
 

@@ -70,6 +70,14 @@ class Connection:
         """The reply to one command. Raises ResponseError where the server refuses it, else as `run`."""
         return done(self.run([command]))[0]
 
+    def transact(self, *commands: Command) -> list[Any] | None:
+        """The replies to commands that the server runs as one; None, and nothing done, where what was watched has changed.
+
+        Raises ResponseError where the server refuses any of them, else as `run`.
+        """
+        replies = done(self.run([("MULTI",), *commands, ("EXEC",)]))[-1]
+        return None if replies is None else done(replies)
+
     def _reply(self) -> Any:
         try:
             return self._link.read_response()

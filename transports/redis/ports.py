@@ -227,8 +227,8 @@ class RedisEnginePort(_StreamPort, EnginePort):
     def _part(self, connection: Connection) -> None:
         """Says END to who is there, and removes what those left who have gone. Whoever comes later finds no hello stream."""
         hello = self._keys.hello
-        unread, _ = done(done(connection.run([("MULTI",), ("XRANGE", hello, "-", "+"), ("DEL", hello), ("EXEC",)]))[-1])
-        for _, fields in unread:
+        replies = connection.transact(("XRANGE", hello, "-", "+"), ("DEL", hello))
+        for _, fields in replies[0] if replies else ():
             self._meet_announced(fields)
         peers = list(self._peers.values())
         lasts = connection.run([("XREVRANGE", peer.up, "+", "-", "COUNT", 1) for peer in peers]) if peers else []
@@ -347,8 +347,8 @@ class RedisFrontendPort(_StreamPort, FrontendPort):
     def _farewell(self, connection: Connection) -> None:
         """Leaves the last entry to the engine, which removes both streams; without an engine they go at once."""
         end = ("XADD", self._up.key, "NOMKSTREAM", self._writer.ids.next(), END, b"")
-        there, _ = done(done(connection.run([("MULTI",), ("EXISTS", self._keys.hello), end, ("EXEC",)]))[-1])
-        if not there:
+        replies = connection.transact(("EXISTS", self._keys.hello), end)
+        if replies and not replies[0]:
             connection.call("DEL", self._up.key, self._down)
 
     # ------------------------------------------------------------------------------------------ the reader's thread
