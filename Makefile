@@ -33,19 +33,20 @@ test check-fast: export OMP_NUM_THREADS ?= 1
 # Thousands of short processes import the package, and each would compile it anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test check-fast collect lint typing soak clean
+.PHONY: demo test check-fast checked collect lint typing soak clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.demo
 	$(BIN)/tllm demo
 
-test: $(VENV)/.test
-	@$(MAKE) --no-print-directory --jobs 2 lint collect
+test: checked
 	$(BIN)/python -m pytest $(PARALLEL)
 
-check-fast: $(VENV)/.test
-	@$(MAKE) --no-print-directory --jobs 2 lint collect
+check-fast: checked
 	$(BIN)/python -m pytest $(PARALLEL) -m "not model" --ignore=tests/packaging
+
+checked: $(VENV)/.test
+	@$(MAKE) --no-print-directory --jobs 2 lint collect
 
 # While mypy keeps one core busy: what each of pytest's processes would compile. What is wrong with it they tell.
 collect: $(VENV)/.test

@@ -145,15 +145,11 @@ def _target(path: str | os.PathLike[str]) -> Path:
 
 def _is_replaceable(target: Path) -> bool:
     """Only an attach file, of whatever version, and an empty file are; not a link to one either."""
-    with contextlib.suppress(OSError, ConfigError):
-        fd = os.open(target, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW)
-        try:
-            if not stat.S_ISREG(os.fstat(fd).st_mode):
-                return False
-            raw = _read(fd)
-        finally:
-            os.close(fd)
-        return not raw or _decode(raw, Versions, os.fspath(target)) is not None
+    with contextlib.suppress(OSError, ConfigError), _opened(target, os.O_NOFOLLOW) as fd:
+        if stat.S_ISREG(os.fstat(fd).st_mode):
+            if raw := _read(fd):
+                _decode(raw, Versions, os.fspath(target))
+            return True
     return False
 
 
@@ -251,16 +247,23 @@ def read_attach_file(path: str | os.PathLike[str]) -> AttachFile:
 
 def _read_private(where: str) -> bytes:
     try:
-        fd = os.open(where, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        with _opened(where) as fd:
+            _check_private(os.fstat(fd), where)
+            return _read(fd)
     except FileNotFoundError:
         raise ConfigError(f"there is no attach file {where}; is `tllm worker --attach-file` running?") from None
-    except (OSError, ValueError) as error:  # ValueError: a NUL character in the path
-        raise _unreadable(where, error) from None
+    except (OSError, ValueError) as error:  # some special files can be opened and not read; a NUL character in the path
+        shown = where if where.isprintable() else repr(where)
+        raise ConfigError(
+            f"the attach file {shown} can't be read: {getattr(error, 'strerror', None) or error}"
+        ) from None
+
+
+@contextlib.contextmanager
+def _opened(path: str | Path, flags: int = 0) -> Iterator[int]:
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | flags)
     try:
-        _check_private(os.fstat(fd), where)
-        return _read(fd)
-    except OSError as error:  # some special files can be opened and not read
-        raise _unreadable(where, error) from None
+        yield fd
     finally:
         os.close(fd)
 
@@ -270,11 +273,6 @@ def _read(fd: int) -> bytes:
     while len(content) < MAX_BYTES and (more := os.read(fd, MAX_BYTES - len(content))):
         content += more
     return content
-
-
-def _unreadable(where: str, error: OSError | ValueError) -> ConfigError:
-    shown = where if where.isprintable() else repr(where)
-    return ConfigError(f"the attach file {shown} can't be read: {getattr(error, 'strerror', None) or error}")
 
 
 def _check_private(status: os.stat_result, where: str) -> None:

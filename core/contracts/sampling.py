@@ -60,9 +60,9 @@ class SamplingParams(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         for name in ("stop", "stop_token_ids", "allowed_token_ids", "bad_words"):
             if isinstance(value := getattr(self, name), list):  # a caller's list could change after it was checked
                 force_setattr(self, name, tuple(value))
-        if not _is_none(self.logit_bias):
+        if not _is_empty(self.logit_bias):
             force_setattr(self, "logit_bias", _pairs(self.logit_bias))
-        if not _is_none(self.bad_token_sequences):
+        if not _is_empty(self.bad_token_sequences):
             force_setattr(self, "bad_token_sequences", _tuples(self.bad_token_sequences))
         if isinstance(guided := getattr(self, "guided"), Mapping):  # noqa: B009 - the declared type is what it becomes here
             force_setattr(self, "guided", _guided(guided))
@@ -93,7 +93,7 @@ class SamplingParams(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
     def _check_limits(self) -> None:
         """Of which tokens may come."""
-        if not _is_none(self.logit_bias):
+        if not _is_empty(self.logit_bias):
             check_bias(self.logit_bias)
         if self.allowed_token_ids is not None:
             check_ids("allowed_token_ids", self.allowed_token_ids)
@@ -159,7 +159,7 @@ _FLOAT_RANGES: tuple[tuple[str, float, float, bool], ...] = (
 )
 
 
-def _is_none(values: object) -> bool:
+def _is_empty(values: object) -> bool:
     """Whether it is (); arrays have no truth of their own."""
     return type(values) is tuple and not values
 

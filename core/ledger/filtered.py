@@ -18,7 +18,7 @@ log = logging.getLogger("tllm_core")
 ResultFilter: TypeAlias = "Callable[[GenerationResult], None]"
 
 
-class Attached:
+class _Filter:
     """One filter, and the number of the last update that it was given."""
 
     __slots__ = ("seen", "show")
@@ -39,7 +39,7 @@ class FilteredResult(GenerationResult):
         self, request: GenerationRequest, mailbox: Mailbox, executor: Aborter, filters: Sequence[ResultFilter]
     ) -> None:
         super().__init__(request, mailbox, executor)
-        self._filters = [Attached(result_filter) for result_filter in filters]
+        self._filters = [_Filter(result_filter) for result_filter in filters]
         self._turn = threading.Lock()
         """Held from taking an update until all filters have seen it."""
         self._filtering: int | None = None
@@ -77,12 +77,12 @@ class FilteredResult(GenerationResult):
     def _show(self) -> bool:
         """Gives each filter the update that it has not seen; False where there is none."""
         owed = [each for each in self._filters if each.seen != self._updates]
-        for attached in owed:
-            attached.seen = self._updates
+        for each in owed:
+            each.seen = self._updates
             try:
-                attached.show(self)
+                each.show(self)
             except Exception:
-                self._filters.remove(attached)
+                self._filters.remove(each)
                 log.exception("a result filter raised and was detached from request %d", self.client_id)
         return bool(owed)
 
